@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Lightning callback: translates hooks into the parts that do the work."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_adabatch import guards
+from lightning_adabatch.controller import Controller
+from lightning_adabatch.policies import Policy, RadaDamp
+from lightning_adabatch.run import Run
+from lightning_adabatch.settings import Settings
+
+
+class AdaptiveBatchSize(pl.Callback):
+    r"""Adapt the training batch size while the model trains.
+
+    Add it to an ordinary Trainer with an ordinary ``DataLoader``. The batch after a decision has exactly the
+    size decided, whatever the number of workers; every sample is seen once per epoch; validation,
+    schedulers, progress bar and checkpoints stay right. The initial batch size B0 is the DataLoader's.
+
+    Once the wanted batch size is above ``max_batch_size``, the learning rate is multiplied by their ratio
+    instead, on top of whatever a scheduler says, and is given back as soon as the ratio allows it:
+
+    .. math::
+        \text{wanted} = \lceil B_0 \cdot \text{damping} \rceil, \quad
+        B = \min(\text{wanted}, B_{\max}), \quad \text{lr factor} = \min(1, B_{\max} / \text{wanted})
+
+    Args:
+        policy: The rule that says how large the batch should be. None: ``RadaDamp()``.
+        max_batch_size: B_max in samples, ≥ 1; ``math.inf`` for no cap and no LR decay. None: the larger of
+            B0 and the number of training samples.
+        min_batch_size: The batch size is never below this, in samples, ≥ 1.
+        adapt: ``"batch_size"``, or ``"lr"`` to keep the batch size and let the learning rate take all of
+            the damping (the paper's -LR variants).
+        dwell: Decide every so many updates, ≥ 1.
+        wait: Make no decision before so many updates, ≥ 0.
+        multiple_of: Batch sizes are multiples of this, ≥ 1. Few distinct sizes suit ``torch.compile``.
+        max_device_batch_size: The most samples in one forward and backward pass, ≥ 1, or None.
+        lr_scaling: What the learning rate does while the batch size moves: ``"none"``, ``"linear"``
+            (times B / B0) or ``"sqrt"`` (times its square root).
+        tail: What happens to an epoch's samples that do not fill a batch: ``"keep"`` trains them as one
+            smaller batch, ``"carry"`` moves them into the next epoch's first batch, ``"drop"`` drops them.
+            None: ``"drop"`` if the DataLoader has ``drop_last``, else ``"keep"``.
+
+    Raises:
+        ValueError: At construction, for an argument outside of its range.
+        MisconfigurationException: At the start of the fit, for a set-up that is not supported.
+
+    Example:
+        >>> AdaptiveBatchSize(RadaDamp(rho=0.99), max_batch_size=1024).settings.max_batch_size
+        1024
+
+    Note:
+        A single leftover sample joins the batch before it (one sample above the cap at most) wherever the
+        size in force is not the DataLoader's own, so that BatchNorm never sees a batch of one that we chose.
+        A learning rate that you assign to a parameter group while training counts as its new base.
+
+    References:
+        Improving the convergence of SGD through adaptive batch sizes, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        max_batch_size: float | None = None,
+        min_batch_size: int = 1,
+        adapt: Literal["batch_size", "lr"] = "batch_size",
+        dwell: int = 1,
+        wait: int = 0,
+        multiple_of: int = 1,
+        max_device_batch_size: int | None = None,
+        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        tail: Literal["keep", "carry", "drop"] | None = None,
+    ) -> None:
+        self.settings = Settings(
+            policy=RadaDamp() if policy is None else policy,
+            max_batch_size=max_batch_size,
+            min_batch_size=min_batch_size,
+            adapt=adapt,
+            dwell=dwell,
+            wait=wait,
+            multiple_of=multiple_of,
+            max_device_batch_size=max_device_batch_size,
+            lr_scaling=lr_scaling,
+            tail=tail,
+        )
+        self._run: Run | None = None  # from setup until everything is given back
+        self._controller: Controller | None = None  # from the start of training on
+
+    # What it shows ----------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of the next update (of this one, in its hooks), the epoch's tail apart; None before training."""
+        return None if self._controller is None else self._controller.decision.batch_size
+
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate of the next update (of this one, in its hooks) is multiplied by."""
+        return 1.0 if self._controller is None else self._controller.decision.lr_factor
+
+    @property
+    def updates(self) -> int:
+        """Model updates so far."""
+        return 0 if self._controller is None else self._controller.updates
+
+    @property
+    def samples(self) -> int:
+        """Training samples processed so far."""
+        return 0 if self._controller is None else self._controller.samples
+
+    @property
+    def epochs(self) -> float:
+        """Training samples processed so far, divided by the number of training samples."""
+        return 0.0 if self._controller is None else self._controller.epochs
+
+    # What it does -----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the place of the train loader before anybody asks for it."""
+        if stage == "fit":
+            guards.check_trainer(trainer, AdaptiveBatchSize)
+            self._controller = None
+            self._run = Run(trainer, self.settings)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to resume: the place in the epoch is not restored yet."""
+        if trainer.training:
+            raise guards.refuse(
+                "resuming a fit from a checkpoint yet",
+                "load the weights with load_from_checkpoint, and start a new fit without ckpt_path",
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check the set-up, and decide for the first update."""
+        guards.check_module(trainer, pl_module)
+        self._controller = self._running.start()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Plan the epoch's batches and validation points at the size in force."""
+        self._running.begin_epoch()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Open a row of measurements."""
+        self._running.begin_batch()
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Take the loss."""
+        self._running.meter.loss(loss)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that there are gradients: a step without them is no update."""
+        self._running.had_backward = True
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Take the gradient norm, before clipping."""
+        self._running.before_step(optimizer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the update, decide, and give loader, learning rate and counts what was decided."""
+        self._running.end_batch(batch_idx)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the base learning rates, without the factor."""
+        if self._run is not None:
+            self._run.write_base_learning_rates(checkpoint)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give everything back; after an exception Lightning calls no ``teardown``."""
+        self._give_back()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give everything back."""
+        if stage == "fit":
+            self._give_back()
+
+    def _give_back(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.give_back()
+
+    @property
+    def _running(self) -> Run:
+        assert self._run is not None  # for the type checker: setup("fit") came before
+        return self._run

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of a rule, without torch and without Lightning: counts, observations, decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_adabatch.limits import Decision, Limits
+from lightning_adabatch.policies import Observation, Policy, Progress
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When decisions are made.
+
+    Args:
+        dwell: Updates from one decision to the next, ≥ 1.
+        wait: No decision before this many updates, ≥ 0.
+    """
+
+    dwell: int = 1
+    wait: int = 0
+
+    def due(self, updates: int) -> bool:
+        """Whether a decision follows the update with this count (0: the start of the run)."""
+        return updates >= self.wait and updates % self.dwell == 0
+
+
+class Controller:
+    """Counts updates and samples, feeds a policy, and holds the decision in force.
+
+    It works in any training loop: call :meth:`start` once, and :meth:`end_batch` after every batch.
+
+    Args:
+        policy: The rule.
+        limits: The bounds of the run.
+        cadence: When decisions are made.
+        training_samples: Samples of the training set, for ``epochs``.
+        observe: Returns the observations since the last call, oldest first. Called once per decision: it
+            may copy from a device.
+        notify: Takes what the user should be told; called once per message.
+
+    Attributes:
+        updates: Model updates so far.
+        samples: Training samples processed so far.
+        skipped: Batches without an update, and observations that were not finite.
+        decision: What the next update uses.
+        state: The policy's.
+        latest: The last finite observation, or None.
+    """
+
+    def __init__(
+        self,
+        policy: Policy[Any],
+        limits: Limits,
+        cadence: Cadence,
+        *,
+        training_samples: int,
+        observe: Callable[[], Sequence[Observation]],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.policy = policy
+        self.limits = limits
+        self.cadence = cadence
+        self.training_samples = training_samples
+        self._observe = observe
+        self._notify = notify
+        self._said: set[str] = set()
+        self.updates = 0
+        self.samples = 0
+        self.skipped = 0
+        self.state = policy.init()
+        self.latest: Observation | None = None
+        self.decision = Decision(1.0, limits.initial_batch_size, limits.initial_batch_size, 1.0)
+
+    @property
+    def epochs(self) -> float:
+        """Samples processed, divided by the number of training samples."""
+        return self.samples / self.training_samples
+
+    def start(self, learning_rate: float) -> Decision:
+        """Decide for the first update; nothing has been observed."""
+        initial = self.limits.decide(1.0)
+        if initial is not None:  # B0 itself may be more than one epoch holds
+            self.decision = initial
+        if self.cadence.due(0):
+            self._decide(learning_rate)
+        return self.decision
+
+    def end_batch(self, trained: int, *, updated: bool, learning_rate: float) -> Decision:
+        """Count a batch of ``trained`` samples, decide if it is time, and return what the next one uses."""
+        self.samples += trained
+        if not updated:
+            self.skipped += 1
+            return self.decision
+        self.updates += 1
+        if self.cadence.due(self.updates):
+            self._take(self._observe())
+            self._decide(learning_rate)
+        return self.decision
+
+    def _take(self, observations: Sequence[Observation]) -> None:
+        for observation in observations:
+            measured = (observation.loss, observation.grad_norm_sq)
+            if all(value is None or math.isfinite(value) for value in measured):
+                self.state = self.policy.update(self.state, observation)
+                self.latest = observation
+            else:
+                self.skipped += 1
+
+    def _decide(self, learning_rate: float) -> None:
+        if self.policy.requires and self.latest is None:
+            return  # nothing observed yet: the damping of a measuring policy is 1
+        progress = Progress(
+            updates=self.updates,
+            samples=self.samples,
+            epochs=self.epochs,
+            initial_batch_size=self.limits.initial_batch_size,
+            batch_size=self.decision.batch_size,
+            cap=self.limits.cap,
+            learning_rate=learning_rate,
+        )
+        damping = self.policy.damping(self.state, progress)
+        decision = self.limits.decide(damping)
+        notice = self.policy.notice(self.state)
+        if notice is not None:
+            self._say(notice)
+        if decision is None:
+            self._say(
+                f"{self.policy!r} returned a damping that is not above 0; the batch size stays as it was. "
+                "A damping must be > 0 (math.inf is allowed)."
+            )
+        else:
+            self.decision = decision
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._notify(message)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a set-up must be: every one that is not supported is refused by name before the first batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_adabatch.limits import Limits
+
+_NAME = "AdaptiveBatchSize"
+
+_REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
+    (cb.GradientAccumulationScheduler, "remove it; the batch size is adapted by this callback"),
+    (cb.StochasticWeightAveraging, "remove it, or average the weights after training"),
+    (cb.WeightAveraging, "remove it, or average the weights after training"),
+    (cb.BackboneFinetuning, "remove it"),
+    (cb.BatchSizeFinder, "run it in a Trainer of its own, and give the size that it finds to the DataLoader"),
+    (cb.LearningRateFinder, "run it in a Trainer of its own, and set the learning rate that it finds"),
+)
+
+
+def refuse(what: str, remedy: str) -> MisconfigurationException:
+    """Return the error for a set-up that does not work, with what to do instead."""
+    return MisconfigurationException(f"{_NAME} does not support {what}. What to do: {remedy}.")
+
+
+def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
+    """Refuse what can be seen of the Trainer before anything is loaded.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # an attribute that Lightning sets late
+    if sum(isinstance(callback, own) for callback in callbacks) > 1:
+        raise refuse("two AdaptiveBatchSize callbacks in one Trainer", "keep one of them")
+    for callback in callbacks:
+        for kind, remedy in _REFUSED_CALLBACKS:
+            if isinstance(callback, kind):
+                raise refuse(f"{kind.__name__} beside it", remedy)
+    if type(trainer.strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
+        raise refuse(
+            f"{type(trainer.strategy).__name__} on {trainer.world_size} device(s) yet",
+            "train on one CPU, CUDA or MPS device with the default strategy: Trainer(devices=1)",
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise refuse(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) yet",
+            "set accumulate_grad_batches=1 and a larger batch_size in the DataLoader",
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise refuse(f"precision={trainer.precision!r} yet", "use precision='bf16-mixed' or '32-true'")
+
+
+def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what can be seen of the module and its optimizers.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    if not module.automatic_optimization:
+        raise refuse("manual optimization yet", "set automatic_optimization = True in the LightningModule")
+    if len(trainer.optimizers) != 1:
+        raise refuse(f"{len(trainer.optimizers)} optimizers yet", "return one optimizer from configure_optimizers")
+
+
+def check_device_limit(limits: Limits, max_device_batch_size: int | None) -> None:
+    """Refuse a limit per device that the batch size may exceed: updates are not split into micro-batches yet.
+
+    Raises:
+        MisconfigurationException: If the cap is above the limit.
+    """
+    if max_device_batch_size is not None and limits.cap > max_device_batch_size:
+        raise refuse(
+            f"max_device_batch_size={max_device_batch_size} below the maximum batch size {limits.cap} yet",
+            f"set max_batch_size={max_device_batch_size}",
+        )
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a train loader whose batch size cannot be changed exactly.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    _check_is_data_loader(loader)
+    name = type(loader).__name__
+    for method in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), method) is not getattr(DataLoader, method):
+            raise refuse(f"{name}, which overrides {method}: its batches are its own", "use a plain DataLoader")
+    if isinstance(loader.dataset, IterableDataset):
+        raise refuse(
+            f"the iterable data set {type(loader.dataset).__name__} yet",
+            "use a map-style data set, or AdaptiveBatchSize(adapt='lr')",
+        )
+    _check_samplers(loader)
+    if not getattr(loader, "in_order", True):
+        raise refuse(
+            "DataLoader(in_order=False), with which batches depend on timing",
+            "remove in_order=False from the DataLoader",
+        )
+
+
+def check_fixed_loader(loader: Any) -> None:
+    """Refuse a train loader of which not even the batch size is known, for ``adapt="lr"``.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    _check_is_data_loader(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        raise refuse(f"the iterable data set {type(loader.dataset).__name__} yet", "use a map-style data set")
+    _check_samplers(loader)
+
+
+def _check_is_data_loader(loader: Any) -> None:
+    if not isinstance(loader, DataLoader):
+        raise refuse(
+            f"the train loader {type(loader).__name__}: it cannot change the batch size of it",
+            "pass a torch.utils.data.DataLoader",
+        )
+
+
+def _check_samplers(loader: DataLoader[Any]) -> None:
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is None:
+        raise refuse("DataLoader(batch_size=None)", "set a batch_size in the DataLoader")
+    if type(batch_sampler) is not BatchSampler:
+        raise refuse(
+            f"the batch sampler {type(batch_sampler).__name__} yet",
+            "pass sampler=... and batch_size=... to the DataLoader instead of batch_sampler=...",
+        )
+    if not hasattr(batch_sampler.sampler, "__len__"):
+        raise refuse(
+            f"the sampler {type(batch_sampler.sampler).__name__}, which has no length, yet", "give it a __len__"
+        )

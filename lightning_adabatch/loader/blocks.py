@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks: what is asked of the workers, and how batches are cut from what they bring."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import Sampler
+
+from lightning_adabatch.loader.plan import BlockPlan, EpochPlan
+
+
+class BlockSampler(Sampler[list[Any]]):
+    """The batch sampler of the owned ``DataLoader`` in one pass: lists of indices, each one block.
+
+    Args:
+        sampler: The user's.
+        plan: The pass.
+        carried: Indices that the pass begins with.
+        size: Returns the batch size in force.
+    """
+
+    def __init__(self, sampler: Any, plan: EpochPlan, carried: list[Any], size: Callable[[], int]) -> None:
+        self.plan = plan
+        self.blocks = BlockPlan(plan, available=len(carried) + len(sampler))
+        self.in_flight: deque[int] = deque()  # samples of the blocks that were asked for and did not arrive
+        self._sampler = sampler
+        self._carried = carried
+        self._size = size
+        self._source: Iterator[Any] | None = None
+        self._kept: deque[tuple[int, list[Any]]] = deque()  # (position, indices) of blocks, for tails that are carried
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Return an iterator that can go on after it said that there is nothing to fetch."""
+        return self
+
+    def __next__(self) -> list[Any]:
+        """Draw the next block."""
+        start = self.blocks.dispatched
+        size = self.blocks.next_block(self._size())
+        if size == 0:
+            raise StopIteration
+        indices = self._draw(start, size)
+        self.in_flight.append(size)
+        return indices
+
+    def leftover(self) -> list[Any]:
+        """Return the indices that the pass did not get to and the next one begins with."""
+        plan = self.plan
+        if plan.consumed == 0:
+            return self._carried
+        if not plan.over or plan.left == 0 or plan.batches == plan.max_batches:
+            return []
+        missing = plan.total - self.blocks.dispatched
+        if missing > 0:
+            self._draw(self.blocks.dispatched, missing)
+            self.blocks.dispatched += missing
+        return [
+            index
+            for start, block in self._kept
+            for position, index in enumerate(block, start)
+            if plan.consumed <= position < plan.total
+        ]
+
+    def _draw(self, start: int, size: int) -> list[Any]:
+        if self._source is None:
+            # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
+            self._source = chain(self._carried, iter(self._sampler))
+        indices = list(islice(self._source, size))
+        if len(indices) < size:
+            raise RuntimeError(
+                f"{type(self._sampler).__name__} has a length of {len(self._sampler)} but gave only "
+                f"{start + len(indices) - len(self._carried)} indices. Make its __len__ say how many it gives."
+            )
+        if self.plan.tail == "carry":
+            while self._kept and self._kept[0][0] + len(self._kept[0][1]) <= self.plan.consumed:
+                self._kept.popleft()
+            self._kept.append((start, indices))
+        return indices
+
+
+class Piece(NamedTuple):
+    """Samples ``start`` to ``stop`` of a block of ``length``."""
+
+    block: Any
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is all of its block."""
+        return self.stop - self.start == self.length
+
+
+class BlockStream:
+    """Samples in order, taken off the blocks as they arrive.
+
+    Args:
+        arrive: Returns the next block and its number of samples.
+    """
+
+    def __init__(self, arrive: Callable[[], tuple[Any, int]]) -> None:
+        self._arrive = arrive
+        self._rest: Piece | None = None
+
+    def take(self, size: int) -> list[Piece]:
+        """Return the next ``size`` samples as pieces of blocks."""
+        pieces: list[Piece] = []
+        while size > 0:
+            piece = self._rest
+            if piece is None:
+                block, length = self._arrive()
+                piece = Piece(block, 0, length, length)
+            cut = min(piece.stop, piece.start + size)
+            pieces.append(piece._replace(stop=cut))
+            self._rest = piece._replace(start=cut) if cut < piece.stop else None
+            size -= cut - piece.start
+        return pieces

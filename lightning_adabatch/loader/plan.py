@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over the data, counted in samples: how large the next batch is and how many will follow.
+
+Pure arithmetic. Positions are counted in samples, never in batches: a number of batches has no meaning
+once their size moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+Tail = Literal["keep", "carry", "drop"]
+
+_TREND_STEPS = 4  # the size moves at every batch once it moved at this many in a row
+
+
+@dataclass
+class EpochPlan:
+    """Where one pass over the data stands.
+
+    Whether a batch is the last one is settled when it is handed out and never revised.
+
+    Args:
+        total: Samples of the pass, those carried over from the pass before included.
+        own_size: The loader's own batch size, which decides whether a single leftover sample may stand alone.
+        tail: What happens to the samples that do not fill a batch: one smaller batch, carried into the
+            next pass, or dropped.
+        max_batches: The pass ends after this many batches, or None.
+
+    Attributes:
+        consumed: Samples handed out.
+        batches: Batches handed out.
+        last_size: Samples of the last batch; 0 before the first.
+        over: No batch follows.
+    """
+
+    total: int
+    own_size: int
+    tail: Tail
+    max_batches: int | None = None
+    consumed: int = 0
+    batches: int = 0
+    last_size: int = 0
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        """A pass without samples or without batches is over before it starts."""
+        self.over = self.total == 0 or self.max_batches == 0
+
+    @property
+    def left(self) -> int:
+        """Samples not handed out yet."""
+        return self.total - self.consumed
+
+    def next_size(self, size: int) -> int:
+        """Return how many samples the next batch has when ``size`` are wanted; 0 if the pass is over."""
+        if self.over:
+            return 0
+        if self.tail == "keep":
+            batch = min(size, self.left)
+            return batch + 1 if self.left - size == 1 and self._single_joins(size) else batch
+        return size if size <= self.left else self._size_in_force()
+
+    def hand_out(self, size: int) -> int:
+        """Take the next batch off what is left and return its samples; 0 if the pass is over."""
+        batch = self.next_size(size)
+        if batch == 0:
+            self.over = True
+            return 0
+        self.consumed += batch
+        self.batches += 1
+        self.last_size = batch
+        incomplete = self.left == 0 if self.tail == "keep" else self.left < batch
+        self.over = incomplete or self.batches == self.max_batches
+        return batch
+
+    def batches_left(self, size: int) -> int:
+        """Return how many batches follow if ``size`` stays."""
+        if self.over:
+            return 0
+        if self.tail == "keep":
+            full, rest = divmod(self.left, size)
+            joins = rest == 1 and full > 0 and self._single_joins(size)
+            count = full + (rest > 0 and not joins)
+        else:
+            fitting = size if size <= self.left else self._size_in_force()
+            count = self.left // fitting if fitting else 0
+        return count if self.max_batches is None else min(count, self.max_batches - self.batches)
+
+    def _single_joins(self, size: int) -> bool:
+        # A batch of one breaks BatchNorm. Where the user chose the size it is theirs to answer for; where
+        # we chose it the leftover sample joins the batch before it.
+        return size > 1 and size != self.own_size
+
+    def _size_in_force(self) -> int:
+        # More is wanted than is left: the epoch goes on with the size that was in force.
+        return self.last_size if self.last_size <= self.left else 0
+
+
+@dataclass
+class BlockPlan:
+    """How many samples workers fetch at a time, ahead of the batches that will be cut from them.
+
+    A block should end where a batch will end, for then nothing is copied. At a constant size every block
+    is one batch. After a change the next block is sized so that its end falls on a batch border again;
+    while the size moves at every batch the borders to come are extrapolated. All of it depends only on
+    what was handed out, never on timing, and a wrong guess costs a copy, never exactness.
+
+    Args:
+        plan: The pass that the blocks serve.
+        available: Samples that there are to fetch; a limited pass hands out fewer.
+
+    Attributes:
+        dispatched: Samples in the blocks so far.
+    """
+
+    plan: EpochPlan
+    available: int
+    dispatched: int = 0
+    _recent: list[int] = field(default_factory=list)
+    _first_size: int = 0
+    _moved: bool = False
+
+    def note(self, size: int) -> None:
+        """Remember the size of a batch just handed out."""
+        self._recent = [*self._recent[-_TREND_STEPS:], size]
+
+    def next_block(self, size: int) -> int:
+        """Return the samples of the next block when ``size`` is in force; 0 when there is none to fetch now."""
+        self._first_size = self._first_size or size
+        self._moved = self._moved or size != self._first_size
+        block = min(self._border_beyond(self.dispatched, size), self.available) - self.dispatched
+        if block < size and self.plan.tail != "keep" and not self._moved:
+            return 0  # a tail that nobody will see, unless the size changes: then it is asked for again
+        self.dispatched += block
+        return block
+
+    def _border_beyond(self, position: int, size: int) -> int:
+        border = self.plan.consumed  # the end of the batch that is being cut
+        if border > position:
+            return border
+        trend = self._trend()
+        if trend == 0.0:
+            return border + ((position - border) // size + 1) * size
+        step = 1
+        while border <= position:
+            border += max(1, round(size + step * trend))
+            step += 1
+        return border
+
+    def _trend(self) -> float:
+        steps = [after - before for before, after in pairwise(self._recent)]
+        return sum(steps) / len(steps) if len(steps) == _TREND_STEPS and all(steps) else 0.0

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A factor on the learning rates of optimizers that multiplies whatever schedulers say, and never compounds.
+
+The factor is on the parameter groups all the time, so that whatever reads a learning rate reads the one in
+use; it is off only while a scheduler steps, in checkpoints, and after the fit. The optimizer owns the base
+learning rates; what stands here is only what is needed to put them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _Applied(NamedTuple):
+    base: Any  # float or Tensor, without the factor
+    shown: Any  # what the group shows; for a tensor its version, since reading a value would wait for the device
+
+
+class LRFactor:
+    """Holds one factor on all parameter groups of some optimizers.
+
+    A learning rate that anybody assigns while the factor is on counts as a new base.
+
+    Args:
+        optimizers: Those whose learning rates are multiplied. Groups may be added later.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.factor = 1.0
+        self._applied: dict[tuple[int, int], _Applied] = {}
+        self._undo: list[tuple[Any, type]] = []
+
+    @property
+    def base(self) -> float:
+        """Learning rate of the first group, without the factor."""
+        group = self.optimizers[0].param_groups[0]
+        return float(self._base((0, 0), group["lr"]))
+
+    def set(self, factor: float) -> None:
+        """Put another factor on all groups; 1 gives the base learning rates back, bit for bit."""
+        self.factor = factor
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Put the factor on groups that were added, and on learning rates that were assigned."""
+        if self.factor == 1.0 and not self._applied:
+            return
+        for key, group in self._groups():
+            base = self._base(key, group["lr"])
+            _assign(group, base if self.factor == 1.0 else base * self.factor)
+            self._applied[key] = _Applied(base, _shown(group["lr"]))
+        if self.factor == 1.0:
+            self._applied.clear()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Show the base learning rates for a while; what is assigned meanwhile is the new base."""
+        factor = self.factor
+        self.set(1.0)
+        try:
+            yield
+        finally:
+            self.set(factor)
+
+    def bases(self, optimizer: Optimizer) -> list[Any]:
+        """Return the base learning rates of an optimizer's groups, as copies."""
+        number = self.optimizers.index(optimizer)
+        bases = [self._base((number, i), group["lr"]) for i, group in enumerate(optimizer.param_groups)]
+        return [base.clone() if isinstance(base, Tensor) else base for base in bases]
+
+    def guard(self, scheduler: Any) -> None:
+        """Take the factor off whenever this scheduler steps, until :meth:`release`.
+
+        The scheduler becomes an instance of a subclass of its own class. An attribute on the instance would
+        be in its ``state_dict``, which is its ``__dict__``.
+        """
+        original = type(scheduler)
+        if any(scheduler is guarded for guarded, _ in self._undo):
+            return
+        factor = self
+
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with factor.off():
+                return original.step(self, *args, **kwargs)
+
+        names = {"step": step, "__module__": original.__module__, "__qualname__": original.__qualname__}
+        scheduler.__class__ = type(original.__name__, (original,), names)
+        self._undo.append((scheduler, original))
+
+    def release(self) -> None:
+        """Give the base learning rates and the schedulers back."""
+        self.set(1.0)
+        while self._undo:
+            scheduler, original = self._undo.pop()
+            scheduler.__class__ = original
+
+    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+        for number, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                yield (number, index), group
+
+    def _base(self, key: tuple[int, int], shows: Any) -> Any:
+        applied = self._applied.get(key)
+        if applied is not None and applied.shown == _shown(shows):
+            return applied.base
+        return shows.clone() if isinstance(shows, Tensor) else shows
+
+
+def _shown(lr: Any) -> Any:
+    return (id(lr), lr._version) if isinstance(lr, Tensor) else lr  # counts the writes to a tensor
+
+
+def _assign(group: dict[str, Any], lr: Any) -> None:
+    if isinstance(group["lr"], Tensor):  # captured graphs and fused kernels hold on to this very tensor
+        with torch.no_grad():
+            group["lr"].copy_(lr)
+    else:
+        group["lr"] = lr

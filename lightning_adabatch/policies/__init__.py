@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules: pure functions of numbers. Nothing here knows of torch, Lightning, clocks or logs."""
+
+from lightning_adabatch.policies.base import Observation, Policy, Progress
+from lightning_adabatch.policies.open_loop import Constant, GeoDamp, Schedule
+from lightning_adabatch.policies.radadamp import RadaDamp, RadaDampState
+
+__all__ = [
+    "Constant",
+    "GeoDamp",
+    "Observation",
+    "Policy",
+    "Progress",
+    "RadaDamp",
+    "RadaDampState",
+    "Schedule",
+]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary of a rule: what it sees, where it stands, and the three functions that it is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
+
+State = TypeVar("State", default=Any)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one model update measured; equal on all ranks.
+
+    Attributes:
+        loss: Mean training loss over the update's samples; None where the policy does not ask for it.
+        grad_norm_sq: Squared 2-norm of the averaged gradient, unscaled and before clipping; None where
+            the policy does not ask for it.
+        batch_size: Samples really trained in the update, an epoch's tail included.
+    """
+
+    loss: float | None
+    grad_norm_sq: float | None
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands when a decision is made.
+
+    Attributes:
+        updates: Model updates so far (the paper's k).
+        samples: Training samples processed so far, over all ranks.
+        epochs: ``samples`` divided by the number of training samples; fractional.
+        initial_batch_size: B0, in samples.
+        batch_size: The batch size in force now, in samples.
+        cap: The maximum batch size in samples, or ``math.inf``.
+        learning_rate: Of the first parameter group, before the LR factor.
+        measured: What the policy asked for beyond the observations, by name.
+    """
+
+    updates: int
+    samples: int
+    epochs: float
+    initial_batch_size: int
+    batch_size: int
+    cap: int | float
+    learning_rate: float
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+class Policy(ABC, Generic[State]):
+    """A rule for the batch size: frozen hyperparameters, an explicit immutable state, three pure functions.
+
+    A policy answers with a *damping*: the wanted batch size divided by the initial one. Rounding, the cap,
+    the floor and the learning rate past the cap are none of its business; they live in the limits, once for
+    all policies.
+
+    To write one, subclass ``Policy`` as a frozen dataclass and override :meth:`damping`; override
+    :meth:`init` and :meth:`update` too where the rule remembers something. The state is None, or a frozen
+    dataclass or ``NamedTuple`` of numbers and lists of numbers.
+
+    Attributes:
+        requires: What is measured for this policy: ``"loss"``, ``"grad_norm_sq"``, both or nothing. What is
+            not asked for is not computed.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Double(Policy[None]):
+        ...     every: int = 100  # updates
+        ...     requires = frozenset()
+        ...     def damping(self, state: None, progress: Progress) -> float:
+        ...         return 2.0 ** (progress.updates // self.every)
+        >>> Double(every=10)
+        Double(every=10)
+    """
+
+    requires: frozenset[str] = frozenset({"loss"})
+
+    def init(self) -> State:
+        """Return the state before the first observation."""
+        return None  # type: ignore[return-value]  # a policy without memory has None for its state
+
+    def update(self, state: State, observation: Observation) -> State:
+        """Return the state after one more update; never changes ``state``."""
+        del observation
+        return state
+
+    @abstractmethod
+    def damping(self, state: State, progress: Progress) -> float:
+        """Return the wanted batch size divided by the initial one; unitless, > 0, ``math.inf`` allowed."""
+
+    def estimates(self, state: State) -> Mapping[str, float]:
+        """Return what the policy believes, by glossary name (``"loss"``, ``"grad_norm_sq"``), for the logs."""
+        del state
+        return {}
+
+    def notice(self, state: State) -> str | None:
+        """Return what the user should know about this state, or None. Said once in a run."""
+        del state
+        return None

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One frozen record per update, and the rule that says which of them are worth writing down."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+PREFIX = "adabatch/"
+
+#: A size that moved by this share against the last one logged is logged at once.
+_NOTABLE_CHANGE = 0.1
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one update used, and where the run stands after it.
+
+    Attributes:
+        batch_size: Samples that the update really had.
+        updates: Model updates so far, this one included: the x axis.
+        samples: Training samples so far.
+        epochs: Samples divided by the number of training samples.
+        lr_factor: What multiplied the learning rate in this update.
+        damping: What the policy had asked for, before rounding and caps.
+        loss: The policy's estimate of the training loss, else the last loss observed, or None.
+        grad_norm_sq: The same of the squared gradient norm.
+        skipped: Batches without an update and observations that were not finite, or None for none so far.
+    """
+
+    batch_size: int
+    updates: int
+    samples: int
+    epochs: float
+    lr_factor: float
+    damping: float
+    loss: float | None = None
+    grad_norm_sq: float | None = None
+    skipped: int | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values that say something, by their tags."""
+        return {PREFIX + name: float(value) for name, value in asdict(self).items() if value is not None}
+
+
+class Gate:
+    """Decides which records are logged.
+
+    A record is logged when the update count is a multiple of the interval, at each epoch's last update, and
+    when the size changed notably since the last one logged: so a short epoch hides nothing, and a rule that
+    moves at every update costs nothing.
+
+    Args:
+        every: The interval in updates; 0 logs nothing.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._logged_size: int | None = None
+
+    def admits(self, updates: int, batch_size: int, *, last_of_epoch: bool) -> bool:
+        """Whether the record of this update is logged; if so, its size is what the next ones compare with."""
+        if self._every == 0:
+            return False
+        known = self._logged_size
+        moved = known is not None and abs(batch_size - known) >= _NOTABLE_CHANGE * known
+        due = updates % self._every == 0 or last_of_epoch or moved
+        if due:
+            self._logged_size = batch_size
+        return due

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fit: the parts wired together, from ``setup`` until everything is given back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_adabatch import guards, sinks
+from lightning_adabatch.bridge import Bridge
+from lightning_adabatch.controller import Controller
+from lightning_adabatch.limits import Decision
+from lightning_adabatch.loader import ElasticLoader
+from lightning_adabatch.lr import LRFactor
+from lightning_adabatch.meter import Meter
+from lightning_adabatch.report import PREFIX, Gate, Record
+from lightning_adabatch.settings import Settings
+
+
+class Run:
+    """What one call of ``Trainer.fit`` needs.
+
+    Args:
+        trainer: The Trainer, before it uses its train loader.
+        settings: The callback's arguments.
+
+    Attributes:
+        controller: Counts and decisions; None before training starts.
+        meter: Measures the update in hand.
+        had_backward: Whether the batch in hand had a backward pass: a step without one is no update.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
+        self.controller: Controller | None = None
+        self.meter = Meter(settings.policy.requires)
+        self.had_backward = False
+        self._trainer = trainer
+        self._settings = settings
+        self._stepped = False
+        self._gate = Gate(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set late
+        self._lr = LRFactor([])
+        self._hooks: list[Any] = []
+        self._bridge = Bridge(trainer)
+        if settings.adapt == "batch_size":
+            self._bridge.install(self._make_elastic)
+
+    def start(self) -> Controller:
+        """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
+
+        Raises:
+            MisconfigurationException: For a loader that is not supported, or bounds that do not hold B0.
+        """
+        initial, training_samples, epoch_samples = self._data()
+        limits = self._settings.limits(initial, training_samples, epoch_samples)
+        guards.check_device_limit(limits, self._settings.max_device_batch_size)
+        self.controller = Controller(
+            self._settings.policy,
+            limits,
+            self._settings.cadence,
+            training_samples=training_samples,
+            observe=self.meter.read,
+            notify=rank_zero_warn,
+        )
+        self._lr = LRFactor(self._trainer.optimizers)
+        self._guard_schedulers()
+        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._trainer.optimizers]
+        self._apply(self.controller.start(self._lr.base))
+        sinks.lay_out(self._trainer.loggers)
+        return self.controller
+
+    def begin_epoch(self) -> None:
+        """Plan the epoch at the size in force."""
+        self._guard_schedulers()  # another callback may have put new ones in
+        self._bridge.begin_epoch()
+
+    def begin_batch(self) -> None:
+        """Forget what a batch that never reached its end left behind."""
+        self.meter.open()
+        self.had_backward = self._stepped = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
+        if self.meter.measures_norm:
+            self.meter.gradients(p.grad for group in optimizer.param_groups for p in group["params"])
+        self._lr.refresh()
+
+    def end_batch(self, batch_idx: int) -> None:
+        """Count the batch, decide, apply the decision, and report."""
+        controller = self.controller
+        assert controller is not None  # for the type checker: start() came before
+        used = controller.decision
+        trained = self._trained(batch_idx)
+        if self._stepped:
+            self.meter.close(trained)
+        self._apply(controller.end_batch(trained, updated=self._stepped, learning_rate=self._lr.base))
+        self._bridge.end_batch(batch_idx)
+        if self._stepped:
+            self._report(controller, used, trained)
+
+    def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
+        """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
+        states = checkpoint.get("optimizer_states", [])
+        for number, optimizer in enumerate(self._lr.optimizers[: len(states)]):
+            groups = states[number]["param_groups"]
+            bases = self._lr.bases(optimizer)
+            changed = [{**group, "lr": base} for group, base in zip(groups, bases, strict=True)]
+            states[number] = {**states[number], "param_groups": changed}
+
+    def give_back(self) -> None:
+        """Undo every change to the user's objects; safe to call twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._lr.release()
+        self._bridge.give_back()
+
+    # Data -------------------------------------------------------------------------------------------
+
+    def _make_elastic(self, loader: Any) -> ElasticLoader:
+        """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
+        guards.check_loader(loader)
+        max_batches, max_samples = self._bridge.limits_of(loader)
+        elastic = ElasticLoader(loader, tail=self._settings.tail, max_batches=max_batches, max_samples=max_samples)
+        if self.controller is not None:
+            elastic.resize(self.controller.decision.batch_size)
+            self.controller.training_samples = len(elastic.sampler)
+            limits = self.controller.limits
+            self.controller.limits = dataclasses.replace(limits, epoch_samples=elastic.epoch_samples)
+        return elastic
+
+    def _data(self) -> tuple[int, int, int]:
+        """Return B0, the number of training samples, and the samples of one epoch."""
+        loaders = self._bridge.train_loaders()
+        if len(loaders) != 1:
+            raise guards.refuse(f"{len(loaders)} train loaders yet", "train on one DataLoader")
+        if self._bridge.uses_dataloader_iter():
+            raise guards.refuse("training_step(dataloader_iter)", "take batch and batch_idx in training_step instead")
+        loader = loaders[0]
+        if isinstance(loader, ElasticLoader):
+            return loader.own_batch_size, len(loader.sampler), loader.epoch_samples
+        if self._settings.adapt == "batch_size":
+            raise guards.refuse(
+                "a callback that replaces the train loader", "remove the callback that sets strategy.process_dataloader"
+            )
+        guards.check_fixed_loader(loader)
+        sampler = loader.batch_sampler.sampler
+        return loader.batch_sampler.batch_size, len(sampler), len(sampler)
+
+    def _trained(self, batch_idx: int) -> int:
+        """Return the samples of the batch in hand."""
+        loader = self._bridge.train_loaders()[0]
+        if isinstance(loader, ElasticLoader):
+            return loader.plan.last_size
+        batch_sampler = loader.batch_sampler
+        size: int = batch_sampler.batch_size
+        return min(size, len(batch_sampler.sampler) - batch_idx * size)
+
+    # Optimizers -------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        del optimizer, args, kwargs
+        self._stepped = self._stepped or self.had_backward
+
+    def _guard_schedulers(self) -> None:
+        for config in self._trainer.lr_scheduler_configs:
+            self._lr.guard(config.scheduler)
+
+    def _apply(self, decision: Decision) -> None:
+        if self._bridge.loader is not None:
+            self._bridge.loader.resize(decision.batch_size)
+        self._lr.set(decision.lr_factor)
+
+    # Report -----------------------------------------------------------------------------------------
+
+    def _report(self, controller: Controller, used: Decision, trained: int) -> None:
+        self._bridge.publish(PREFIX + "batch_size", trained)
+        last = self._bridge.ends_epoch
+        if not self._gate.admits(controller.updates, trained, last_of_epoch=last) or not self._trainer.loggers:
+            return
+        latest = controller.latest
+        observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
+        estimates = {**observed, **controller.policy.estimates(controller.state)}
+        record = Record(
+            batch_size=trained,
+            updates=controller.updates,
+            samples=controller.samples,
+            epochs=controller.epochs,
+            lr_factor=used.lr_factor,
+            damping=used.damping,
+            loss=estimates.get("loss"),
+            grad_norm_sq=estimates.get("grad_norm_sq"),
+            skipped=controller.skipped or None,
+        )
+        sinks.write(self._trainer.loggers, record)

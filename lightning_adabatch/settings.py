@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of ``AdaptiveBatchSize``, checked when they are given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_adabatch.controller import Cadence
+from lightning_adabatch.limits import Limits, LRScaling, round_down, round_up
+from lightning_adabatch.loader import Tail
+from lightning_adabatch.meter import MEASURES
+from lightning_adabatch.policies import Policy
+
+Adapt = Literal["batch_size", "lr"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for; see ``AdaptiveBatchSize`` for the meaning of each.
+
+    Raises:
+        ValueError: For a value outside of its range, and for values that contradict each other.
+    """
+
+    policy: Policy[Any]
+    max_batch_size: int | float | None
+    min_batch_size: int
+    adapt: Adapt
+    dwell: int
+    wait: int
+    multiple_of: int
+    max_device_batch_size: int | None
+    lr_scaling: LRScaling
+    tail: Tail | None
+
+    def __post_init__(self) -> None:
+        """Check every argument by itself, then those that belong together."""
+        self._check_policy()
+        for name, least in (("min_batch_size", 1), ("dwell", 1), ("wait", 0), ("multiple_of", 1)):
+            _check_integer(name, getattr(self, name), least)
+        if self.max_device_batch_size is not None:
+            _check_integer("max_device_batch_size", self.max_device_batch_size, 1)
+        if self.max_batch_size is not None and self.max_batch_size != math.inf:
+            _check_integer("max_batch_size", self.max_batch_size, 1, also="math.inf (.inf in YAML), or None")
+        _check_choice("adapt", self.adapt, get_args(Adapt))
+        _check_choice("lr_scaling", self.lr_scaling, get_args(LRScaling))
+        _check_choice("tail", self.tail, (None, *get_args(Tail)))
+        if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}. "
+                "Raise the first or lower the second."
+            )
+        if self.adapt == "lr":
+            self._check_only_lr_moves()
+
+    @property
+    def cadence(self) -> Cadence:
+        """When decisions are made."""
+        return Cadence(self.dwell, self.wait)
+
+    def limits(self, initial_batch_size: int, training_samples: int, epoch_samples: int) -> Limits:
+        """Return the bounds of a run that starts at this size, on this many samples.
+
+        Raises:
+            MisconfigurationException: If the initial size is not within the bounds, or not a multiple.
+        """
+        initial, multiple = initial_batch_size, self.multiple_of
+        if self.adapt == "lr":
+            return Limits(initial, cap=initial, adapt="lr")
+        if initial % multiple:
+            raise MisconfigurationException(
+                f"AdaptiveBatchSize: the initial batch size {initial} is not a multiple of multiple_of={multiple}. "
+                f"Set batch_size={round_up(initial, multiple)} in the DataLoader, or another multiple_of."
+            )
+        given = max(initial, training_samples) if self.max_batch_size is None else self.max_batch_size
+        cap = given if given == math.inf else round_down(given, multiple)
+        floor = round_up(self.min_batch_size, multiple)
+        if not floor <= initial <= cap:
+            raise MisconfigurationException(
+                f"AdaptiveBatchSize: the initial batch size {initial} is not within {floor} and {cap}, which are "
+                f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size} as multiples of "
+                f"multiple_of={multiple}. Change batch_size in the DataLoader, or the bounds."
+            )
+        return Limits(initial, cap, floor, multiple, epoch_samples, "batch_size", self.lr_scaling)
+
+    def _check_policy(self) -> None:
+        if not isinstance(self.policy, Policy):
+            raise ValueError(  # noqa: TRY004  # a ValueError for every argument
+                f"policy={self.policy!r} must be an instance of a Policy, such as RadaDamp()."
+            )
+        unknown = sorted(set(self.policy.requires) - MEASURES)
+        if unknown:
+            raise ValueError(
+                f"{type(self.policy).__name__}.requires asks for {', '.join(unknown)}; what can be measured is "
+                f"{', '.join(sorted(MEASURES))}. Take the others out of requires."
+            )
+
+    def _check_only_lr_moves(self) -> None:
+        idle = {
+            "max_batch_size": (self.max_batch_size, None),
+            "min_batch_size": (self.min_batch_size, 1),
+            "multiple_of": (self.multiple_of, 1),
+            "max_device_batch_size": (self.max_device_batch_size, None),
+            "lr_scaling": (self.lr_scaling, "none"),
+            "tail": (self.tail, None),
+        }
+        for name, (value, default) in idle.items():
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} has no effect with adapt='lr', which keeps the batch size as it is. "
+                    f"Remove {name}, or set adapt='batch_size'."
+                )
+
+
+def _check_integer(name: str, value: Any, least: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        allowed = f"an integer >= {least}" + (f", {also}" if also else "")
+        raise ValueError(f"{name}={value!r} must be {allowed}. Set for example {name}={max(least, 1)}.")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}.")
