@@ -76,12 +76,16 @@ class Bridge:
 
         def process_dataloader(dataloader: object) -> object:
             processed = original(dataloader)
-            if not self._making_train_loaders or isinstance(processed, ElasticLoader):
+            if not self._making_train_loaders:
                 return processed
-            self.loader = replace(processed)
-            self.loader.nominal = True
-            self._originals.append((self.loader, processed))
-            return self.loader
+            if isinstance(processed, ElasticLoader):  # a CombinedLoader of the user's that is used again
+                elastic = processed
+            else:
+                elastic = replace(processed)
+                self._originals.append((elastic, processed))
+            elastic.nominal = True
+            self.loader = elastic
+            return elastic
 
         strategy.process_dataloader = process_dataloader  # type: ignore[method-assign]
 
@@ -97,19 +101,27 @@ class Bridge:
 
         def setup_data() -> None:
             self._making_train_loaders = True
-            before = self.loader
             try:
                 original()
             finally:
                 self._making_train_loaders = False
-            if self.loader is not None and self.loader is not before:
+            self._drop_replaced_loaders()
+            if self.loader is not None and self.loader.nominal:
                 self.loader.nominal = False
                 self._planned_val_check_batch = self.trainer.val_check_batch
                 self._points = None
-                if fit_loop._data_fetcher is not None and len(self.train_loaders()) == 1:
+                if len(self.train_loaders()) == 1:
                     self._set_counts(len(self.loader))
 
         fit_loop.setup_data = setup_data  # type: ignore[method-assign]
+
+    def _drop_replaced_loaders(self) -> None:
+        """End the workers of loaders that a reload replaced."""
+        current = {id(loader) for loader in self.train_loaders()}
+        for elastic, _ in self._originals:
+            if id(elastic) not in current:
+                elastic.close()
+        self._originals = [pair for pair in self._originals if id(pair[0]) in current]
 
     def _forget_early_loaders(self) -> None:
         """Have loaders made again that somebody asked for before we were there, in another ``setup`` hook."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -41,4 +42,5 @@ def show_total(bar: Any, batches: int) -> None:
         if bar.progress is not None and bar.train_progress_bar_id is not None:
             bar.progress.update(bar.train_progress_bar_id, total=batches)
     elif isinstance(bar, TQDMProgressBar):
-        bar.train_progress_bar.total = batches
+        with suppress(TypeError):  # the bar is not there yet: it will ask for the total itself
+            bar.train_progress_bar.total = batches

@@ -116,7 +116,8 @@ class ElasticLoader:
         """Batches of the current pass: those handed out, and those to come if the size stays."""
         if self.nominal:
             full, rest = divmod(len(self.sampler), self.own_batch_size)
-            return full + (rest > 0 and not self.drop_last)
+            # Even where the user's loader would have none: no epoch is empty.
+            return full + (rest > 0 and not (self.drop_last and full > 0))
         plan = self.plan
         return plan.batches + plan.batches_left(self.batch_size)
 

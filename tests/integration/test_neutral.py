@@ -59,6 +59,7 @@ class Net(pl.LightningModule):
 
 
 def train(tmp_path, callbacks, *, seed: int = 5, interval: float = 1.0, **loader_kwargs):
+    """Fit three epochs and return the module and the random state at the end."""
     pl.seed_everything(seed, workers=True, verbose=False)
     module = Net()
     loader = DataLoader(Augmented(101), batch_size=8, shuffle=True, **loader_kwargs)

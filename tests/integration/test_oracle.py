@@ -35,6 +35,7 @@ class Net(pl.LightningModule):
 
 
 def data() -> TensorDataset:
+    """A regression problem that a few epochs solve well enough for the cap to bind."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(SAMPLES, 5, generator=generator)
     return TensorDataset(x, x @ torch.randn(5, 1, generator=generator))
