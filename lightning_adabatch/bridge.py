@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_adabatch.loader import ElasticLoader
+from lightning_adabatch.loader import ElasticLoader, EpochPlan, Pass
 from lightning_adabatch.sinks import show_total
 from lightning_adabatch.validation import ValidationPoints
 
@@ -147,6 +147,7 @@ class Bridge:
         loader = self.loader
         if loader is None:
             return
+        loader.carry_from(self._live_pass())
         batches = loader.fresh_length
         self._set_counts(batches)
         interval = self.trainer.val_check_interval
@@ -158,17 +159,29 @@ class Bridge:
 
     def end_batch(self, batch_idx: int) -> None:
         """Make every count agree with what the loader has handed out and what is left at the size in force."""
-        loader = self.loader
-        if loader is None:
+        if self.loader is None:
             return
-        plan = loader.plan
-        batches = len(loader)
+        batches = self._live_pass().length
         self._set_counts(batches)
         if self._points is not None:
-            due = self._points.reached(plan.consumed, last=plan.over)
+            due = self._points.reached(self.plan.consumed, last=self.plan.over)
             # Lightning validates where (batch_idx + 1) is divisible by this.
             self.trainer.val_check_batch = batch_idx + 1 if due else batch_idx + 2
         self._bound_int_interval(batches)
+
+    @property
+    def plan(self) -> EpochPlan:
+        """Where the epoch stands."""
+        return self._live_pass().plan
+
+    def _live_pass(self) -> Pass:
+        """Return the pass that the Trainer runs over: users' code may have begun others, to look at a batch."""
+        combined = self.trainer.fit_loop._combined_loader
+        assert combined is not None  # for the type checker: setup_data made it
+        assert combined._iterator is not None
+        begun = combined._iterator.iterators[0]
+        assert isinstance(begun, Pass)
+        return begun
 
     @property
     def ends_epoch(self) -> bool:

@@ -81,7 +81,7 @@ class Controller:
         """Samples processed, divided by the number of training samples."""
         return self.samples / self.training_samples
 
-    def start(self, learning_rate: float) -> Decision:
+    def start(self, learning_rate: Callable[[], float]) -> Decision:
         """Decide for the first update; nothing has been observed."""
         initial = self.limits.decide(1.0)
         if initial is not None:  # B0 itself may be more than one epoch holds
@@ -90,8 +90,11 @@ class Controller:
             self._decide(learning_rate)
         return self.decision
 
-    def end_batch(self, trained: int, *, updated: bool, learning_rate: float) -> Decision:
-        """Count a batch of ``trained`` samples, decide if it is time, and return what the next one uses."""
+    def end_batch(self, trained: int, *, updated: bool, learning_rate: Callable[[], float]) -> Decision:
+        """Count a batch of ``trained`` samples, decide if it is time, and return what the next one uses.
+
+        ``learning_rate`` is asked only for a decision: reading it may wait for a device.
+        """
         self.samples += trained
         if not updated:
             self.skipped += 1
@@ -111,7 +114,7 @@ class Controller:
             else:
                 self.skipped += 1
 
-    def _decide(self, learning_rate: float) -> None:
+    def _decide(self, learning_rate: Callable[[], float]) -> None:
         if self.policy.requires and self.latest is None:
             return  # nothing observed yet: the damping of a measuring policy is 1
         progress = Progress(
@@ -121,7 +124,7 @@ class Controller:
             initial_batch_size=self.limits.initial_batch_size,
             batch_size=self.decision.batch_size,
             cap=self.limits.cap,
-            learning_rate=learning_rate,
+            learning_rate=learning_rate(),
         )
         damping = self.policy.damping(self.state, progress)
         decision = self.limits.decide(damping)

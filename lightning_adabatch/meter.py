@@ -42,6 +42,7 @@ class Meter:
             self._row(loss.device)[_LOSS] = loss.detach()
             self._has_loss = True
 
+    @torch.no_grad()  # gradients of gradients have a graph; the rows must not
     def gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Take the gradients of the update, unscaled and before clipping; the first call in a row counts."""
         if self.measures_norm and not self._has_norm:

@@ -69,7 +69,7 @@ class Run:
         self._lr = LRFactor(self._trainer.optimizers)
         self._guard_schedulers()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._trainer.optimizers]
-        self._apply(self.controller.start(self._lr.base))
+        self._apply(self.controller.start(self._base_rate))
         sinks.lay_out(self._trainer.loggers)
         return self.controller
 
@@ -97,7 +97,7 @@ class Run:
         trained = self._trained(batch_idx)
         if self._stepped:
             self.meter.close(trained)
-        self._apply(controller.end_batch(trained, updated=self._stepped, learning_rate=self._lr.base))
+        self._apply(controller.end_batch(trained, updated=self._stepped, learning_rate=self._base_rate))
         self._bridge.end_batch(batch_idx)
         if self._stepped:
             self._report(controller, used, trained)
@@ -153,10 +153,9 @@ class Run:
 
     def _trained(self, batch_idx: int) -> int:
         """Return the samples of the batch in hand."""
-        loader = self._bridge.train_loaders()[0]
-        if isinstance(loader, ElasticLoader):
-            return loader.plan.last_size
-        batch_sampler = loader.batch_sampler
+        if self._bridge.loader is not None:
+            return self._bridge.plan.last_size
+        batch_sampler = self._bridge.train_loaders()[0].batch_sampler
         size: int = batch_sampler.batch_size
         return min(size, len(batch_sampler.sampler) - batch_idx * size)
 
@@ -165,6 +164,9 @@ class Run:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del optimizer, args, kwargs
         self._stepped = self._stepped or self.had_backward
+
+    def _base_rate(self) -> float:
+        return self._lr.base
 
     def _guard_schedulers(self) -> None:
         for config in self._trainer.lr_scheduler_configs:

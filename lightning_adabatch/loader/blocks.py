@@ -28,7 +28,7 @@ class BlockSampler(Sampler[list[Any]]):
         self.blocks = BlockPlan(plan, available=len(carried) + len(sampler))
         self.in_flight: deque[int] = deque()  # samples of the blocks that were asked for and did not arrive
         self._sampler = sampler
-        self._carried = carried
+        self.carried = carried
         self._size = size
         self._source: Iterator[Any] | None = None
         self._kept: deque[tuple[int, list[Any]]] = deque()  # (position, indices) of blocks, for tails that are carried
@@ -51,7 +51,7 @@ class BlockSampler(Sampler[list[Any]]):
         """Return the indices that the pass did not get to and the next one begins with."""
         plan = self.plan
         if plan.consumed == 0:
-            return self._carried
+            return self.carried
         if not plan.over or plan.left == 0 or plan.batches == plan.max_batches:
             return []
         missing = plan.total - self.blocks.dispatched
@@ -68,12 +68,12 @@ class BlockSampler(Sampler[list[Any]]):
     def _draw(self, start: int, size: int) -> list[Any]:
         if self._source is None:
             # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
-            self._source = chain(self._carried, iter(self._sampler))
+            self._source = chain(self.carried, iter(self._sampler))
         indices = list(islice(self._source, size))
         if len(indices) < size:
             raise RuntimeError(
                 f"{type(self._sampler).__name__} has a length of {len(self._sampler)} but gave only "
-                f"{start + len(indices) - len(self._carried)} indices. Make its __len__ say how many it gives."
+                f"{start + len(indices) - len(self.carried)} indices. Make its __len__ say how many it gives."
             )
         if self.plan.tail == "carry":
             while self._kept and self._kept[0][0] + len(self._kept[0][1]) <= self.plan.consumed:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -73,7 +74,9 @@ class ElasticLoader:
         self._wanted: int = self.own_batch_size
         self._source = _CurrentBlocks()
         self._owned: DataLoader[Any] | None = None
-        self._pass: _Pass | None = None
+        self._carried: list[Any] = []  # indices that the next pass begins with
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._pass: Pass | None = None  # the one begun last, or that handed out a batch last
 
     def __getattr__(self, name: str) -> Any:
         """Read any other setting from the user's loader."""
@@ -99,14 +102,9 @@ class ElasticLoader:
         return BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
     @property
-    def plan(self) -> EpochPlan:
-        """Where the current pass stands; before the first one, a pass that has not begun."""
-        return self._pass.plan if self._pass is not None else self._fresh_plan(0)
-
-    @property
     def fresh_length(self) -> int:
         """Batches of a pass that starts now and keeps the size in force."""
-        return self._fresh_plan(len(self._leftover())).batches_left(self.batch_size)
+        return self._fresh_plan().batches_left(self.batch_size)
 
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
@@ -118,27 +116,35 @@ class ElasticLoader:
             full, rest = divmod(len(self.sampler), self.own_batch_size)
             # Even where the user's loader would have none: no epoch is empty.
             return full + (rest > 0 and not (self.drop_last and full > 0))
-        plan = self.plan
-        return plan.batches + plan.batches_left(self.batch_size)
+        return self.fresh_length if self._pass is None else self._pass.length
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a new pass now: the position is its start before the first batch is asked for."""
-        carried = self._leftover()
-        if self._pass is not None:
+        """Begin a new pass now: the position is its start before the first batch is asked for.
+
+        Passes are independent of each other, as a ``DataLoader``'s are: looking at a batch in the middle of
+        an epoch leaves the epoch alone. Persistent workers serve only the pass begun last.
+        """
+        if self._pass is not None and (self._pass.plan.over or self.loader.persistent_workers):
             self._pass.release()
-        blocks = BlockSampler(self.sampler, self._fresh_plan(len(carried)), carried, lambda: self.batch_size)
         if self._owned is None:
             self._owned = _own(self, self._source)
+        blocks = BlockSampler(self.sampler, self._fresh_plan(), self._carried, lambda: self.batch_size)
         self._source.current = blocks
-        self._pass = _Pass(blocks, iter(self._owned), _assembler(self), lambda: self.batch_size)
+        self._pass = Pass(self, blocks, iter(self._owned), _assembler(self))
+        self._passes.add(self._pass)
         return self._pass
+
+    def carry_from(self, ended: Pass) -> None:
+        """Begin the next pass with what this one left over, where tails are carried."""
+        if self.tail == "carry":
+            self._carried = ended.blocks.leftover()
 
     def close(self) -> None:
         """End the worker processes; the next pass starts new ones."""
-        if isinstance(self._iterator, _MultiProcessingDataLoaderIter):
-            self._iterator._shutdown_workers()  # what Lightning itself calls for a DataLoader
-        if self._pass is not None:
-            self._pass.release()
+        for begun in self._passes:
+            if isinstance(begun.source, _MultiProcessingDataLoaderIter):
+                begun.source._shutdown_workers()  # what Lightning itself calls for a DataLoader
+            begun.release()
         self._owned = None
 
     @property
@@ -151,11 +157,17 @@ class ElasticLoader:
         del value
         self.close()
 
-    def _fresh_plan(self, carried: int) -> EpochPlan:
-        return EpochPlan(self.epoch_samples + carried, self.own_batch_size, self.tail, self._max_batches)
+    def _fresh_plan(self) -> EpochPlan:
+        total = self.epoch_samples + len(self._carried)
+        return EpochPlan(total, self.own_batch_size, self.tail, self._max_batches)
 
-    def _leftover(self) -> list[Any]:
-        return self._pass.blocks.leftover() if self._pass is not None and self.tail == "carry" else []
+    def _handed_out(self, begun: Pass) -> None:
+        """Note which pass is going on, and what the next one begins with."""
+        self._pass = begun
+        if begun.plan.batches == 1 and self._carried is begun.blocks.carried:
+            self._carried = []  # taken
+        if begun.plan.over:
+            self.carry_from(begun)
 
 
 class _CurrentBlocks:
@@ -167,32 +179,45 @@ class _CurrentBlocks:
         return iter(self.current)
 
 
-class _Pass(Iterator[Any]):
-    """One pass over the data."""
+class Pass(Iterator[Any]):
+    """One pass over the data.
+
+    Attributes:
+        plan: Where it stands.
+        blocks: What was asked of the workers.
+        source: The owned ``DataLoader``'s iterator; None once the pass is over or closed.
+    """
 
     def __init__(
         self,
+        loader: ElasticLoader,
         blocks: BlockSampler,
         source: Iterator[Any],
         assemble: Callable[[list[Piece], int], Any],
-        size: Callable[[], int],
     ) -> None:
         self.blocks = blocks
         self.plan = blocks.plan
         self.source: Iterator[Any] | None = source
+        self._loader = loader
         self._assemble = assemble
-        self._size = size
         # Workers' random collate functions are seeded from this; torch draws it once a pass.
         self._base_seed: int = source._base_seed  # type: ignore[attr-defined]
         self._stream = BlockStream(self._arrive)
 
+    @property
+    def length(self) -> int:
+        """Batches handed out, and those to come if the size in force stays."""
+        return self.plan.batches + self.plan.batches_left(self._loader.batch_size)
+
     def __next__(self) -> Any:
-        size = self.plan.hand_out(self._size())
+        size = self.plan.hand_out(self._loader.batch_size)
         if size == 0:
             self.release()
             raise StopIteration
         self.blocks.blocks.note(size)
-        return self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
+        batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
+        self._loader._handed_out(self)
+        return batch
 
     def release(self) -> None:
         """Let go of the worker processes, unless they are persistent."""
@@ -200,7 +225,10 @@ class _Pass(Iterator[Any]):
 
     def _arrive(self) -> tuple[Any, int]:
         if self.source is None:
-            raise RuntimeError("The pass was closed: begin a new one with iter(loader).")
+            raise RuntimeError(
+                "This pass over the data was closed. With persistent_workers=True a loader has one pass at a time: to "
+                "look at a batch while an epoch runs, use a DataLoader of your own, or persistent_workers=False."
+            )
         block = next(self.source)
         return unpack(block) if isinstance(block, Parcel) else block, self.blocks.in_flight.popleft()
 

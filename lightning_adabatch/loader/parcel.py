@@ -70,8 +70,8 @@ def pack(samples: list[Any]) -> Parcel:
     parts: list[memoryview] = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     lengths = [part.nbytes for part in parts]
     # As default_collate does in a worker: straight into shared memory, which saves a copy.
-    storage = torch.UntypedStorage._new_shared(sum(map(_padded, lengths)))
-    content = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    storage = torch.UntypedStorage._new_shared(sum(map(_padded, lengths)))  # type: ignore[no-untyped-call]
+    content = torch.empty(0, dtype=torch.uint8).set_(storage)
     room = content.numpy().data
     position = 0
     for part, length in zip(parts, lengths, strict=True):
