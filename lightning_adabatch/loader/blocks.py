@@ -4,13 +4,42 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
+from lightning_adabatch.loader.parcel import Parcel, unpack
 from lightning_adabatch.loader.plan import BlockPlan, EpochPlan
+
+
+@dataclass
+class SizeInForce:
+    """The batch size in force, shared by a loader and its passes.
+
+    Args:
+        sampler: The user's, of which only the length is read.
+        max_samples: No pass has more samples, or None.
+        wanted: Samples per batch that were asked for.
+    """
+
+    sampler: Any
+    max_samples: int | None
+    wanted: int
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of one pass, carried ones apart."""
+        samples: int = len(self.sampler)
+        return samples if self.max_samples is None else min(samples, self.max_samples)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batch, the epoch's tail apart; never more than one epoch holds."""
+        samples = self.epoch_samples
+        return min(self.wanted, samples) if samples else self.wanted
 
 
 class BlockSampler(Sampler[list[Any]]):
@@ -20,10 +49,10 @@ class BlockSampler(Sampler[list[Any]]):
         sampler: The user's.
         plan: The pass.
         carried: Indices that the pass begins with.
-        size: Returns the batch size in force.
+        size: Knows the batch size in force.
     """
 
-    def __init__(self, sampler: Any, plan: EpochPlan, carried: list[Any], size: Callable[[], int]) -> None:
+    def __init__(self, sampler: Any, plan: EpochPlan, carried: list[Any], size: SizeInForce) -> None:
         self.plan = plan
         self.blocks = BlockPlan(plan, available=len(carried) + len(sampler))
         self.in_flight: deque[int] = deque()  # samples of the blocks that were asked for and did not arrive
@@ -40,7 +69,7 @@ class BlockSampler(Sampler[list[Any]]):
     def __next__(self) -> list[Any]:
         """Draw the next block."""
         start = self.blocks.dispatched
-        size = self.blocks.next_block(self._size())
+        size = self.blocks.next_block(self._size.batch_size)
         if size == 0:
             raise StopIteration
         indices = self._draw(start, size)
@@ -100,23 +129,32 @@ class BlockStream:
     """Samples in order, taken off the blocks as they arrive.
 
     Args:
-        arrive: Returns the next block and its number of samples.
+        source: Gives the blocks; None once there are no more to come.
+        in_flight: The number of samples of each block that ``source`` has been asked for.
     """
 
-    def __init__(self, arrive: Callable[[], tuple[Any, int]]) -> None:
-        self._arrive = arrive
+    def __init__(self, source: Iterator[Any], in_flight: deque[int]) -> None:
+        self.source: Iterator[Any] | None = source
+        self._in_flight = in_flight
         self._rest: Piece | None = None
 
     def take(self, size: int) -> list[Piece]:
         """Return the next ``size`` samples as pieces of blocks."""
         pieces: list[Piece] = []
         while size > 0:
-            piece = self._rest
-            if piece is None:
-                block, length = self._arrive()
-                piece = Piece(block, 0, length, length)
+            piece = self._rest or self._arrived()
             cut = min(piece.stop, piece.start + size)
             pieces.append(piece._replace(stop=cut))
             self._rest = piece._replace(start=cut) if cut < piece.stop else None
             size -= cut - piece.start
         return pieces
+
+    def _arrived(self) -> Piece:
+        if self.source is None:
+            raise RuntimeError(
+                "This pass over the data was closed. With persistent_workers=True a loader has one pass at a time: to "
+                "look at a batch while an epoch runs, use a DataLoader of your own, or persistent_workers=False."
+            )
+        block = next(self.source)
+        length = self._in_flight.popleft()
+        return Piece(unpack(block) if isinstance(block, Parcel) else block, 0, length, length)

@@ -12,9 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_adabatch.loader.blocks import BlockSampler, BlockStream, Piece
+from lightning_adabatch.loader.blocks import BlockSampler, BlockStream, Piece, SizeInForce
 from lightning_adabatch.loader.cut import can_cut, cut, join
-from lightning_adabatch.loader.parcel import Parcel, collate_apart, pack, unpack
+from lightning_adabatch.loader.parcel import collate_apart, pack
 from lightning_adabatch.loader.plan import EpochPlan, Tail
 
 
@@ -70,13 +70,14 @@ class ElasticLoader:
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = False
         self._max_batches = max_batches
-        self._max_samples = max_samples
-        self._wanted: int = self.own_batch_size
+        self._size = SizeInForce(self.sampler, max_samples, self.own_batch_size)
         self._source = _CurrentBlocks()
         self._owned: DataLoader[Any] | None = None
         self._carried: list[Any] = []  # indices that the next pass begins with
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
-        self._pass: Pass | None = None  # the one begun last, or that handed out a batch last
+        # The pass begun last, or that handed out a batch last. Passes hold their loader and end their workers
+        # when the last reference to them goes, as a DataLoader's do: so it holds them weakly.
+        self._latest: weakref.ref[Pass] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Read any other setting from the user's loader."""
@@ -87,14 +88,12 @@ class ElasticLoader:
     @property
     def epoch_samples(self) -> int:
         """Samples of one pass, carried ones apart."""
-        samples: int = len(self.sampler)
-        return samples if self._max_samples is None else min(samples, self._max_samples)
+        return self._size.epoch_samples
 
     @property
     def batch_size(self) -> int:
         """Samples of the next batch, the epoch's tail apart; never more than one epoch holds."""
-        samples = self.epoch_samples
-        return min(self._wanted, samples) if samples else self._wanted
+        return self._size.batch_size
 
     @property
     def batch_sampler(self) -> BatchSampler:
@@ -108,7 +107,7 @@ class ElasticLoader:
 
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
-        self._wanted = batch_size
+        self._size.wanted = batch_size
 
     def __len__(self) -> int:
         """Batches of the current pass: those handed out, and those to come if the size stays."""
@@ -116,7 +115,8 @@ class ElasticLoader:
             full, rest = divmod(len(self.sampler), self.own_batch_size)
             # Even where the user's loader would have none: no epoch is empty.
             return full + (rest > 0 and not (self.drop_last and full > 0))
-        return self.fresh_length if self._pass is None else self._pass.length
+        latest = self._latest_pass
+        return self.fresh_length if latest is None else latest.length
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a new pass now: the position is its start before the first batch is asked for.
@@ -124,15 +124,17 @@ class ElasticLoader:
         Passes are independent of each other, as a ``DataLoader``'s are: looking at a batch in the middle of
         an epoch leaves the epoch alone. Persistent workers serve only the pass begun last.
         """
-        if self._pass is not None and (self._pass.plan.over or self.loader.persistent_workers):
-            self._pass.release()
+        latest = self._latest_pass
+        if latest is not None and (latest.plan.over or self.loader.persistent_workers):
+            latest.release()
         if self._owned is None:
             self._owned = _own(self, self._source)
-        blocks = BlockSampler(self.sampler, self._fresh_plan(), self._carried, lambda: self.batch_size)
+        blocks = BlockSampler(self.sampler, self._fresh_plan(), self._carried, self._size)
         self._source.current = blocks
-        self._pass = Pass(self, blocks, iter(self._owned), _assembler(self))
-        self._passes.add(self._pass)
-        return self._pass
+        begun = Pass(self, blocks, iter(self._owned), _assembler(self))
+        self._latest = weakref.ref(begun)
+        self._passes.add(begun)
+        return begun
 
     def carry_from(self, ended: Pass) -> None:
         """Begin the next pass with what this one left over, where tails are carried."""
@@ -148,9 +150,14 @@ class ElasticLoader:
         self._owned = None
 
     @property
+    def _latest_pass(self) -> Pass | None:
+        return None if self._latest is None else self._latest()
+
+    @property
     def _iterator(self) -> Any:
         # Lightning ends the workers of what stands under this name, and then sets it to None.
-        return None if self._pass is None else self._pass.source
+        latest = self._latest_pass
+        return None if latest is None else latest.source
 
     @_iterator.setter
     def _iterator(self, value: None) -> None:
@@ -163,7 +170,7 @@ class ElasticLoader:
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and what the next one begins with."""
-        self._pass = begun
+        self._latest = weakref.ref(begun)
         if begun.plan.batches == 1 and self._carried is begun.blocks.carried:
             self._carried = []  # taken
         if begun.plan.over:
@@ -185,7 +192,6 @@ class Pass(Iterator[Any]):
     Attributes:
         plan: Where it stands.
         blocks: What was asked of the workers.
-        source: The owned ``DataLoader``'s iterator; None once the pass is over or closed.
     """
 
     def __init__(
@@ -197,12 +203,16 @@ class Pass(Iterator[Any]):
     ) -> None:
         self.blocks = blocks
         self.plan = blocks.plan
-        self.source: Iterator[Any] | None = source
         self._loader = loader
         self._assemble = assemble
         # Workers' random collate functions are seeded from this; torch draws it once a pass.
         self._base_seed: int = source._base_seed  # type: ignore[attr-defined]
-        self._stream = BlockStream(self._arrive)
+        self._stream = BlockStream(source, blocks.in_flight)
+
+    @property
+    def source(self) -> Iterator[Any] | None:
+        """The owned ``DataLoader``'s iterator; None once the pass is over or closed."""
+        return self._stream.source
 
     @property
     def length(self) -> int:
@@ -221,16 +231,7 @@ class Pass(Iterator[Any]):
 
     def release(self) -> None:
         """Let go of the worker processes, unless they are persistent."""
-        self.source = None
-
-    def _arrive(self) -> tuple[Any, int]:
-        if self.source is None:
-            raise RuntimeError(
-                "This pass over the data was closed. With persistent_workers=True a loader has one pass at a time: to "
-                "look at a batch while an epoch runs, use a DataLoader of your own, or persistent_workers=False."
-            )
-        block = next(self.source)
-        return unpack(block) if isinstance(block, Parcel) else block, self.blocks.in_flight.popleft()
+        self._stream.source = None
 
 
 def _assembler(loader: ElasticLoader) -> Callable[[list[Piece], int], Any]:
