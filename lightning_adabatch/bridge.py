@@ -150,8 +150,8 @@ class Bridge:
         loader.carry_from(self._live_pass())
         batches = loader.fresh_length
         self._set_counts(batches)
-        interval = self.trainer.val_check_interval
-        if isinstance(interval, float) and self.trainer.val_check_batch is not None:
+        interval = self._val_check_interval
+        if isinstance(interval, float):
             # With infinity Lightning validates after the last batch.
             self.trainer.val_check_batch = math.inf
             self._points = None if interval == 1.0 else ValidationPoints(batches, interval, loader.batch_size)
@@ -205,11 +205,16 @@ class Bridge:
         if changed:
             show_total(self.trainer.progress_bar_callback, batches)
 
+    @property
+    def _val_check_interval(self) -> int | float | None:
+        """A number of batches or a share of the epoch; None where time decides, and the Trainer has no such attribute."""
+        return getattr(self.trainer, "val_check_interval", None)
+
     def _bound_int_interval(self, batches: int) -> None:
         """Validate at the end of an epoch that became shorter than an int ``val_check_interval``."""
         trainer = self.trainer
-        interval = trainer.val_check_interval
-        if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None or trainer.val_check_batch is None:
+        interval = self._val_check_interval
+        if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
             return
         trainer.val_check_batch = min(interval, batches)
         if batches < interval and trainer.enable_validation and not self._warned_short:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learning rate past the cap: once, reversible, on top of any scheduler."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from models import Recorder, adapt, fit, loader
+from torch.optim import lr_scheduler as schedules
+
+WANTED = [8, 64, 128, 256, 64, 8]
+
+
+def test_rate_falls_past_the_cap_and_comes_back(tmp_path):
+    """C15: wanted 8, 64, 128, 256, 64, 8 with cap 64 gives LR 0.1, 0.1, 0.05, 0.025, 0.1, 0.1."""
+    module = Recorder()
+    fit(module, loader(300, 8), callbacks=[adapt(*WANTED, max_batch_size=64)], epochs=1, max_steps=6, root=tmp_path)
+    assert module.sizes == [8, 64, 64, 64, 64, 8]
+    assert [batch.lr for batch in module.batches] == [0.1, 0.1, 0.05, 0.025, 0.1, 0.1]
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda k: 1 / (1 + 0.1 * k)),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, max_lr=0.2, total_steps=60),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 7),
+    "StepLR": lambda o: schedules.StepLR(o, 5, 0.5),
+    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.95),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, 60),
+    "LinearLR": lambda o: schedules.LinearLR(o, 0.1, 1.0, 30),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_factor_multiplies_what_a_scheduler_says(name, tmp_path):
+    """C16, C17: at each step the LR is that of the run without the callback, times the factor; and comes back."""
+    script = [8, 16, 16, 32, 64, 16, 8, 8] + [16] * 42 + [8]
+    factors = [min(1.0, 8 / wanted) for wanted in script]
+    rates = []
+    for callbacks in ([], [adapt(*script, max_batch_size=8)]):
+        module = Recorder(schedule=SCHEDULERS[name], interval="step")
+        fit(module, loader(8 * 51, 8), callbacks=callbacks, epochs=1, max_steps=51, root=tmp_path)
+        rates.append([batch.lr for batch in module.batches])
+    assert rates[1] == pytest.approx([rate * factor for rate, factor in zip(rates[0], factors, strict=True)], rel=1e-8)
+    assert rates[1][-1] == rates[0][-1]
+    assert rates[0][1] != pytest.approx(rates[0][20]), "the scheduler must move, or the test says nothing"
+
+
+def test_factor_and_plateau(tmp_path):
+    """C17: ReduceLROnPlateau with a floor sees the base LR: 0.1, then 0.05 at the floor, each times 1/2."""
+
+    class Flat(Recorder):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0)
+
+    module = Flat(schedule=lambda o: schedules.ReduceLROnPlateau(o, factor=0.5, patience=0, min_lr=0.05))
+    callback = adapt(16, max_batch_size=8)
+    trainer = fit(module, loader(16, 8), loader(8, 8), callbacks=[callback], epochs=5, root=tmp_path)
+    assert [batch.lr for batch in module.batches] == [0.05] * 4 + [0.025] * 6
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05
+
+
+def test_epoch_schedulers_step_once_per_epoch(tmp_path):
+    """C52: StepLR(1, 0.5) from 0.1 is at 0.025 after two epochs, with growth in the first."""
+    module = Recorder(schedule=lambda o: schedules.StepLR(o, 1, 0.5))
+    trainer = fit(module, loader(64, 4), callbacks=[adapt(4, 4, 4, 4, 16)], root=tmp_path)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.025
+    assert [batch.lr for batch in module.batches] == [0.1] * 7 + [0.05] * 4
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_monitor_shows_the_rate_in_use(before, tmp_path):
+    """C80: LearningRateMonitor logs at step k the LR of update k + 1, before or after us in the list."""
+    ours, monitor = adapt(*WANTED, max_batch_size=64), LearningRateMonitor("step")
+    module = Recorder(schedule=SCHEDULERS["StepLR"], interval="step")
+    logged: list[float] = []
+
+    class Logger(CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            logged.extend(value for name, value in metrics.items() if name == "lr-SGD")
+
+    callbacks = [monitor, ours] if before else [ours, monitor]
+    fit(
+        module,
+        loader(400, 8),
+        callbacks=callbacks,
+        epochs=1,
+        max_steps=8,
+        logger=Logger(tmp_path),
+        log_every_n_steps=1,
+    )
+    assert logged == [batch.lr for batch in module.batches]
+    assert len(set(logged)) > 2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_scaling_below_the_cap(optimizer, rule, factor, tmp_path):
+    """C85: below the cap the LR stays by default; the optional rules multiply by B / B0 or its root."""
+
+    class Net(Recorder):
+        def configure_optimizers(self):
+            return optimizer(self.parameters(), lr=0.1)
+
+    module = Net()
+    fit(module, loader(64, 4), callbacks=[adapt(4, 4, 16, lr_scaling=rule)], epochs=1, root=tmp_path)
+    assert [batch.lr for batch in module.batches] == pytest.approx([0.1, 0.1] + [0.1 * factor] * 4)
+
+
+def test_adapt_lr_leaves_the_loader_alone(tmp_path):
+    """adapt="lr": the batch size and the counts stay, the LR takes all of the damping, tails are counted."""
+    module = Recorder()
+    callback = adapt(4, 8, 16, adapt="lr")
+    train = loader(18, 4)
+    trainer = fit(module, train, callbacks=[callback], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 4, 4, 4, 2]
+    assert [batch.lr for batch in module.batches] == [0.1, 0.05, 0.025, 0.025, 0.025]
+    assert trainer.train_dataloader is train
+    assert (callback.batch_size, callback.samples, callback.updates) == (4, 18, 5)
+
+
+def test_checkpoints_hold_the_base_rate(tmp_path):
+    """A checkpoint written while the factor is on has the LR without it, and the live LR is untouched."""
+    module = Recorder(schedule=SCHEDULERS["StepLR"], interval="step")
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    callbacks = [adapt(16, max_batch_size=8), saved]
+    fit(module, loader(32, 8), callbacks=callbacks, epochs=1, enable_checkpointing=True, root=tmp_path)
+    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] == 0.1
+    assert checkpoint["lr_schedulers"][0]["_last_lr"] == [0.1]
+    assert [batch.lr for batch in module.batches] == [0.05] * 4
+
+
+def test_assigned_rate_and_added_group(tmp_path):
+    """A learning rate that is assigned in mid-run is a new base; a group that is added gets the factor too."""
+
+    class Assigns(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            groups = trainer.optimizers[0].param_groups
+            if batch_idx == 2:
+                groups[0]["lr"] = 0.4
+                extra = torch.nn.Parameter(torch.zeros(1))
+                trainer.optimizers[0].add_param_group({"params": [extra], "lr": 0.8})
+
+    used = []
+
+    class Net(Recorder):
+        def on_train_batch_end(self, *args):
+            pass
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            optimizer.step(closure)
+            used.append([group["lr"] for group in copy.copy(optimizer.param_groups)])
+
+    trainer = fit(Net(), loader(32, 8), callbacks=[Assigns(), adapt(16, max_batch_size=8)], epochs=1, root=tmp_path)
+    assert used == [[0.05], [0.05], [0.2, 0.4], [0.2, 0.4]]
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.4, 0.8]

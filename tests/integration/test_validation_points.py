@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where validation, checkpoints and early stopping fall (invariant 4)."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from models import Recorder, adapt, fit, loader
+
+from lightning_adabatch import AdaptiveBatchSize, Constant
+
+
+@pytest.mark.parametrize("samples", [37, 40, 64])
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.3, 0.5, 0.7, 0.99, 1.0])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_constant_size_gives_the_points_of_lightning(samples, fraction, drop_last, tmp_path):
+    """C50: at a constant size a fraction validates exactly where plain Lightning does."""
+    points = []
+    for callbacks in ([], [AdaptiveBatchSize(Constant())]):
+        module = Recorder()
+        train = loader(samples, 4, drop_last=drop_last)
+        fit(module, train, loader(8, 8), callbacks=callbacks, val_check_interval=fraction, root=tmp_path)
+        points.append(module.validations)
+    assert points[0] == points[1]
+    assert points[0]
+
+
+def test_half_of_the_data_after_growth(tmp_path):
+    """C50: with 0.5 and growth 4 to 16 there are two validations per epoch, the second at its end."""
+    module = Recorder()
+    callback = adapt(4, 4, 4, 4, 16)
+    fit(module, loader(64, 4), loader(8, 8), callbacks=[callback], val_check_interval=0.5, root=tmp_path)
+    assert module.sizes == [4, 4, 4, 4, 16, 16, 16] + [16] * 4
+    assert module.validations == [5, 7, 9, 11]  # 32 samples: 4 · 4 + 16
+
+
+def test_dropped_tail_keeps_the_last_validation(tmp_path):
+    """A tail that growth drops does not cost the validation planned at the epoch's end."""
+    module = Recorder()
+    callback = adapt(4, 4, 10)
+    train = loader(64, 4, drop_last=True)
+    fit(module, train, loader(8, 8), callbacks=[callback], epochs=1, val_check_interval=0.5, root=tmp_path)
+    assert module.sizes == [4, 4, 10, 10, 10, 10, 10]  # 58 of 64
+    assert module.validations == [5, 7]
+
+
+def test_int_interval_larger_than_the_epoch(tmp_path):
+    """C50: an int interval that the epoch has become too short for validates at its end, with one warning."""
+    module = Recorder()
+    callback = adapt(4, 4, 4, 4, 16)
+    with pytest.warns(UserWarning, match=r"fewer than val_check_interval=10") as caught:
+        fit(module, loader(64, 4), loader(8, 8), callbacks=[callback], val_check_interval=10, root=tmp_path)
+    assert sum("val_check_interval=10" in str(warning.message) for warning in caught) == 1
+    assert module.validations == [7, 11]
+
+
+def test_int_interval_that_fits(tmp_path):
+    """An int interval that fits counts batches, as Lightning says."""
+    module = Recorder()
+    fit(module, loader(64, 16), loader(8, 8), callbacks=[adapt(16, 4)], val_check_interval=3, root=tmp_path)
+    assert len(module.sizes_in(0)) == 1 + 12
+    assert [point for point in module.validations if point <= 13] == [3, 6, 9, 12]
+
+
+def test_int_interval_over_epochs(tmp_path):
+    """C50: with check_val_every_n_epoch=None an int interval counts batches over all epochs."""
+    module = Recorder()
+    fit(
+        module,
+        loader(64, 4),
+        loader(8, 8),
+        callbacks=[adapt(4, 4, 4, 4, 16)],
+        val_check_interval=5,
+        check_val_every_n_epoch=None,
+        root=tmp_path,
+    )
+    assert module.validations == [5, 10]
+
+
+def test_every_second_epoch(tmp_path):
+    """check_val_every_n_epoch=2 validates after the second epoch's last batch."""
+    module = Recorder()
+    callback = adapt(4, 4, 16)
+    fit(module, loader(64, 4), loader(8, 8), callbacks=[callback], check_val_every_n_epoch=2, root=tmp_path)
+    assert module.validations == [len(module.batches)]
+
+
+def test_time_based_interval_is_left_alone(tmp_path):
+    """A time-based interval stays Lightning's business."""
+    module = Recorder()
+    never = datetime.timedelta(days=1)
+    fit(module, loader(64, 4), loader(8, 8), callbacks=[adapt(4, 16)], val_check_interval=never, root=tmp_path)
+    assert module.validations == []
+
+
+def test_checkpoints_and_early_stopping_on_short_epochs(tmp_path):
+    """C51: one checkpoint per epoch, early stopping after three flat epochs, and save_last from the last step."""
+
+    class Flat(Recorder):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0)
+
+    module = Flat()
+    saved = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=-1, save_last=True)
+    callbacks = [EarlyStopping("val_loss", patience=2), saved, adapt(4, 4, 8, 8, 8, 8, 8, 8, 16, 16, 32)]
+    trainer = fit(
+        module,
+        loader(64, 4),
+        loader(8, 8),
+        callbacks=callbacks,
+        epochs=10,
+        enable_checkpointing=True,
+        root=tmp_path,
+    )
+    assert trainer.current_epoch == 3
+    assert len(module.validations) == 3
+    assert len(list((tmp_path / "best").glob("epoch*.ckpt"))) == 3
+    assert f"step={len(module.batches)}" in saved.best_model_path or saved.last_model_path
+    assert len(module.sizes_in(0)) > len(module.sizes_in(2))
