@@ -113,7 +113,7 @@ class PaperNet(pl.LightningModule):
 
     def __init__(self, lr: float = 0.005) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.lr = lr
         self.net = nn.Sequential(
             *(nn.Conv2d(1, 30, 5), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(30, 60, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -139,7 +139,7 @@ class PaperNet(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the paper's optimizer."""
-        return torch.optim.SGD(self.parameters(), self.hparams["lr"], momentum=0.9, nesterov=True, weight_decay=0.003)
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9, nesterov=True, weight_decay=0.003)
 
 
 def read_idx(path: Path) -> Tensor:

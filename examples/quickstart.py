@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_adabatch import AdaptiveBatchSize, Constant, Policy, RadaDamp
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  # after the backend that needs no screen
+import matplotlib.pyplot as plt  # after the backend that needs no screen
 
 COLUMNS = ("updates", "samples", "epochs", "batch size", "LR factor", "accuracy", "seconds")
 

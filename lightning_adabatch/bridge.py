@@ -207,7 +207,7 @@ class Bridge:
 
     @property
     def _val_check_interval(self) -> int | float | None:
-        """A number of batches or a share of the epoch; None where time decides, and the Trainer has no such attribute."""
+        """A number of batches or a share of the epoch; None where time decides: the Trainer lacks it then."""
         return getattr(self.trainer, "val_check_interval", None)
 
     def _bound_int_interval(self, batches: int) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -90,7 +90,7 @@ def test_every_second_epoch(tmp_path):
 def test_time_based_interval_is_left_alone(tmp_path):
     """A time-based interval stays Lightning's business."""
     module = Recorder()
-    never = datetime.timedelta(days=1)
+    never = dt.timedelta(days=1)
     fit(module, loader(64, 4), loader(8, 8), callbacks=[adapt(4, 16)], val_check_interval=never, root=tmp_path)
     assert module.validations == []
 

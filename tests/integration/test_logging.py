@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What loggers, monitors and TensorBoard get (spec section 7), read back from real event files."""
+
+from __future__ import annotations
+
+import csv
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from models import Recorder, adapt, fit, loader
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_adabatch import AdaptiveBatchSize, RadaDamp
+
+TAGS = {f"adabatch/{name}" for name in ("batch_size", "updates", "samples", "epochs", "lr_factor", "damping")}
+
+
+def events(folder) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def series(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in accumulator.Scalars(f"adabatch/{tag}")]
+
+
+def test_tensorboard_axis_is_updates(tmp_path):
+    """C26: steps strictly increase to the number of updates, and the value at each is the size trained."""
+    module = Recorder()
+    logger = TensorBoardLogger(tmp_path, version="run")
+    callback = adapt(4, 4, 8, 16, max_batch_size=8)
+    fit(module, loader(42, 4), loader(8, 8), callbacks=[callback], logger=logger, log_every_n_steps=1)
+    logged = events(logger.log_dir)
+    assert TAGS <= set(logged.Tags()["scalars"])
+    assert series(logged, "batch_size") == list(enumerate(module.sizes, start=1))
+    assert series(logged, "updates") == [(k, k) for k in range(1, len(module.sizes) + 1)]
+    assert series(logged, "samples")[-1] == (callback.updates, 2 * 42)
+    assert series(logged, "epochs")[-1] == (callback.updates, 2.0)
+    factors = [value for _, value in series(logged, "lr_factor")]
+    assert factors == [batch.lr / 0.1 for batch in module.batches]
+    assert [value for _, value in series(logged, "damping")][:4] == [1.0, 1.0, 2.0, 4.0]
+
+
+def test_tensorboard_layout(tmp_path):
+    """TensorBoard's page of custom scalars puts batch size, LR factor and loss side by side."""
+    logger = TensorBoardLogger(tmp_path, version="run")
+    fit(Recorder(), loader(16, 4), callbacks=[adapt(4)], logger=logger, log_every_n_steps=1)
+    tensors = events(logger.log_dir)
+    assert "custom_scalars__config__" in tensors.Tags()["tensors"]
+    layout = tensors.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    for name in (b"adabatch/batch_size", b"adabatch/lr_factor", b"adabatch/loss"):
+        assert name in layout
+
+
+def test_estimates_of_the_rule(tmp_path):
+    """adabatch/loss and adabatch/grad_norm_sq are RadaDamp's rolling averages."""
+    logger = TensorBoardLogger(tmp_path, version="run")
+    rows: list[tuple[float, float]] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            state = ours._controller.state
+            rows.append((state.loss, state.grad_norm_sq))
+
+    ours = AdaptiveBatchSize(RadaDamp(rho=0.5))
+    fit(Recorder(), loader(16, 4), callbacks=[ours, Watch()], logger=logger, log_every_n_steps=1)
+    logged = events(logger.log_dir)
+    assert [value for _, value in series(logged, "loss")] == pytest.approx([row[0] for row in rows])
+    assert [value for _, value in series(logged, "grad_norm_sq")] == pytest.approx([row[1] for row in rows])
+
+
+def test_rows_that_are_written(tmp_path):
+    """A row at multiples of log_every_n_steps, at each epoch's last update, and when the size moved by 10 %."""
+    sizes = [20] * 3 + [21] * 3 + [22] * 4
+    logger = TensorBoardLogger(tmp_path, version="run")
+    fit(Recorder(), loader(sum(sizes), 20), callbacks=[adapt(*sizes)], epochs=1, logger=logger, log_every_n_steps=4)
+    # Updates 4 and 8; 10 is the last. 21 is 5 % above 20 and 22 not 10 % above 21: nothing more.
+    assert [step for step, _ in series(events(logger.log_dir), "batch_size")] == [4, 8, 10]
+    sizes = [20] * 6 + [30] * 4
+    logger = TensorBoardLogger(tmp_path, version="jump")
+    fit(Recorder(), loader(sum(sizes), 20), callbacks=[adapt(*sizes)], epochs=1, logger=logger, log_every_n_steps=4)
+    assert [step for step, _ in series(events(logger.log_dir), "batch_size")] == [4, 7, 8, 10]
+
+
+def test_last_update_of_a_run_cut_by_max_steps(tmp_path):
+    """The update that reaches max_steps is logged."""
+    logger = TensorBoardLogger(tmp_path, version="run")
+    fit(Recorder(), loader(64, 4), callbacks=[adapt(4)], max_steps=7, logger=logger, log_every_n_steps=5)
+    assert [step for step, _ in series(events(logger.log_dir), "batch_size")] == [5, 7]
+
+
+def test_monitors_and_two_loggers(tmp_path):
+    """C28: our metric can be monitored, is in callback_metrics after the first update, and in both loggers."""
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(float(trainer.callback_metrics["adabatch/batch_size"]))
+
+    saved = ModelCheckpoint(tmp_path / "c", monitor="adabatch/batch_size", mode="max")
+    loggers = [CSVLogger(tmp_path, version="csv"), TensorBoardLogger(tmp_path, version="board")]
+    module = Recorder()
+    fit(
+        module,
+        loader(64, 4),
+        loader(8, 8),
+        callbacks=[adapt(4, 4, 16), Look(), saved],
+        logger=loggers,
+        log_every_n_steps=1,
+        enable_checkpointing=True,
+    )
+    assert seen == module.sizes
+    assert float(saved.best_model_score) == 16.0
+    with open(f"{loggers[0].log_dir}/metrics.csv", newline="") as file:  # noqa: PTH123
+        rows = [row for row in csv.DictReader(file) if row["adabatch/batch_size"]]
+    assert [float(row["adabatch/batch_size"]) for row in rows] == module.sizes
+    assert [value for _, value in series(events(loggers[1].log_dir), "batch_size")] == module.sizes
+
+
+class Bare(Logger):
+    """A logger with nothing but what it must have."""
+
+    name = "bare"
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+def test_debug_runs_and_loggers(tmp_path):
+    """C30: fast_dev_run and logger=False write no files; a logger without ``experiment`` gets its rows."""
+    fit(Recorder(), loader(16, 4), loader(8, 8), callbacks=[adapt(4)], fast_dev_run=True, logger=True, root=tmp_path)
+    fit(Recorder(), loader(16, 4), loader(8, 8), callbacks=[adapt(4)], logger=False, root=tmp_path)
+    fit(Recorder(), loader(16, 4), callbacks=[adapt(4)], root=tmp_path, barebones=True, logger=None)
+    assert list(tmp_path.iterdir()) == []
+    logger = Bare()
+    fit(Recorder(), loader(16, 4), callbacks=[adapt(4)], logger=logger, log_every_n_steps=1)
+    assert [step for step, row in logger.rows if "adabatch/batch_size" in row] == list(range(1, 9))
+
+
+def test_logging_switched_off(tmp_path):
+    """log_every_n_steps=0 logs nothing, as in Lightning."""
+    logger = Bare()
+    fit(Recorder(), loader(16, 4), callbacks=[adapt(4)], logger=logger, log_every_n_steps=0)
+    assert not [row for _, row in logger.rows if "adabatch/batch_size" in row]

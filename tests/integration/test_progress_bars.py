@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""C54: the total of a progress bar follows the batches that there are."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from models import Recorder, adapt, fit, loader
+
+SCRIPTS = {"growth": (4, [4, 4, 4, 4, 16]), "shrink": (16, [16, 16, 4])}
+
+
+class WatchedTQDM(TQDMProgressBar):
+    """Notes n and total whenever the bar is drawn, and at each epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[int, int]] = []
+        self.ends: list[tuple[int, int]] = []
+        self.postfix = ""
+
+    def on_train_batch_end(self, *args):
+        super().on_train_batch_end(*args)
+        self.drawn.append((self.train_progress_bar.n, self.train_progress_bar.total))
+        self.postfix = self.train_progress_bar.postfix
+
+    def on_train_epoch_end(self, *args):
+        super().on_train_epoch_end(*args)
+        self.ends.append((self.train_progress_bar.n, self.train_progress_bar.total))
+
+
+class WatchedRich(RichProgressBar):
+    """The same for rich."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[float, float]] = []
+        self.ends: list[tuple[float, float]] = []
+        self.postfix = ""
+
+    def on_train_batch_end(self, trainer, *args):
+        super().on_train_batch_end(trainer, *args)
+        task = self.train_progress_bar
+        self.drawn.append((task.completed, task.total))
+        self.postfix = str(self.get_metrics(trainer, trainer.lightning_module))
+
+    def on_train_epoch_end(self, *args):
+        super().on_train_epoch_end(*args)
+        self.ends.append((self.train_progress_bar.completed, self.train_progress_bar.total))
+
+
+@pytest.mark.parametrize("kind", [WatchedTQDM, WatchedRich])
+@pytest.mark.parametrize("first", [True, False], ids=["bar first", "callback first"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_total_follows(kind, first, script, tmp_path):
+    """At each epoch's end n == total == batches trained, and n is never above the total."""
+    initial, sizes = SCRIPTS[script]
+    module, bar, ours = Recorder(), kind(), adapt(*sizes)
+    callbacks = [bar, ours] if first else [ours, bar]
+    fit(module, loader(64, initial), loader(8, 8), callbacks=callbacks, enable_progress_bar=True, root=tmp_path)
+    trained = [len(module.sizes_in(epoch)) for epoch in range(2)]
+    assert bar.ends == [(count, count) for count in trained]
+    assert all(n <= total for n, total in bar.drawn)
+    assert "batch_size" in bar.postfix
