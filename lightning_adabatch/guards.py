@@ -65,8 +65,10 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """
     if not module.automatic_optimization:
         raise refuse("manual optimization yet", "set automatic_optimization = True in the LightningModule")
-    if len(trainer.optimizers) != 1:
-        raise refuse(f"{len(trainer.optimizers)} optimizers yet", "return one optimizer from configure_optimizers")
+    # Lightning stands an optimizer without groups in for none.
+    optimizers = [optimizer for optimizer in trainer.optimizers if optimizer.param_groups]
+    if len(optimizers) != 1:
+        raise refuse(f"{len(optimizers)} optimizers yet", "return one optimizer from configure_optimizers")
 
 
 def check_device_limit(limits: Limits, max_device_batch_size: int | None) -> None:

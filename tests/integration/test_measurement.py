@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured, counted and decided in a real run."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import Recorder, Scripted, Sizes, adapt, fit, loader
+
+from lightning_adabatch import AdaptiveBatchSize, Observation, RadaDamp
+
+
+class Watch(pl.Callback):
+    """Notes the callback's last observation and decision after every update."""
+
+    def __init__(self, ours: AdaptiveBatchSize) -> None:
+        self.ours = ours
+        self.observations: list[Observation] = []
+        self.sizes: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.observations.append(self.ours._controller.latest)
+        self.sizes.append(self.ours.batch_size)
+
+
+def observe(module, train, policy=None, **kwargs):
+    ours = AdaptiveBatchSize(policy or RadaDamp(), **{"max_batch_size": 1024, **kwargs.pop("ours", {})})
+    watch = Watch(ours)
+    fit(module, train, callbacks=[ours, watch], **{"epochs": 1, **kwargs})
+    return ours, watch
+
+
+def test_loss_and_norm_are_those_of_the_update(tmp_path):
+    """The observation is the loss that training_step returned, and the squared norm of its gradient."""
+    expected = []
+
+    class Net(Recorder):
+        def on_after_backward(self):
+            grads = [p.grad.double() for p in self.parameters()]
+            expected.append(float(sum((g**2).sum() for g in grads)))
+
+        def loss(self, x, y):
+            loss = super().loss(x, y)
+            losses.append(float(loss.detach()))
+            return loss
+
+    losses = []
+    _, watch = observe(Net(), loader(20, 4), ours={"max_batch_size": 4}, root=tmp_path)
+    assert [o.loss for o in watch.observations] == pytest.approx(losses, rel=1e-6)
+    assert [o.grad_norm_sq for o in watch.observations] == pytest.approx(expected, rel=1e-5)
+    assert [o.batch_size for o in watch.observations] == [4, 4, 4, 4, 4]
+
+
+def test_norm_is_read_before_clipping(tmp_path):
+    """C65: with gradient_clip_val=0.05 the first norm is that of the run without clipping, to 1e-5."""
+    norms = []
+    for clip in (None, 0.05):
+        torch.manual_seed(0)
+        _, watch = observe(Recorder(), loader(20, 4), gradient_clip_val=clip, root=tmp_path)
+        norms.append(math.sqrt(watch.observations[0].grad_norm_sq))
+    assert norms[0] > 0.1
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_only_what_is_asked_for_is_measured(tmp_path):
+    """λ = 0 leaves the norm out."""
+    _, watch = observe(Recorder(), loader(20, 4), RadaDamp(grad_norm_weight=0.0), root=tmp_path)
+    assert {o.grad_norm_sq for o in watch.observations} == {None}
+
+
+def test_epoch_mean_of_a_users_metric_is_weighted(tmp_path):
+    """C32: with sizes 4, 4, 32 an on_epoch metric is the mean over samples, and our estimate follows the formula."""
+
+    class Net(Scripted):
+        def loss(self, x, y):
+            loss = super().loss(x, y)
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    class Ask(Sizes):
+        requires = frozenset({"loss"})
+
+    module = Net([1.0, 2.0, 5.0])
+    trainer = fit(module, loader(40, 4), callbacks=[AdaptiveBatchSize(Ask([4, 4, 32]))], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 4, 32]
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx((4 * 1.0 + 4 * 2.0 + 32 * 5.0) / 40)
+
+    ours, _ = observe(Scripted([1.0, 2.0, 5.0]), loader(12, 4), RadaDamp(rho=0.9), root=tmp_path)
+    assert ours._controller.state.loss == pytest.approx(0.9 * (0.9 * 1.0 + 0.1 * 2.0) + 0.1 * 5.0, rel=1e-6)
+
+
+def test_same_seed_same_run(tmp_path):
+    """C72: two adaptive runs from one seed have the same batches, sizes and weights."""
+    runs = []
+    for _ in range(2):
+        pl.seed_everything(1, verbose=False)
+        module = Recorder()
+        observe(module, loader(103, 4, shuffle=True), RadaDamp(rho=0.9), epochs=3, root=tmp_path)
+        runs.append(module)
+    assert [b.indices for b in runs[0].batches] == [b.indices for b in runs[1].batches]
+    assert torch.equal(runs[0].net.weight, runs[1].net.weight)
+    assert len(set(runs[0].sizes)) > 2
+
+
+@pytest.mark.parametrize(("cap", "largest"), [(64, 64), (None, 400)])
+def test_loss_and_norm_go_to_zero(cap, largest, tmp_path):
+    """C74: loss and norm exactly 0 ask for the maximum, without LR decay to 0 and without an exception."""
+    module = Scripted([1.0] * 60 + [0.0])
+    ours, _ = observe(
+        module, loader(400, 4), RadaDamp(rho=0.0), ours={"max_batch_size": cap}, max_steps=80, epochs=-1, root=tmp_path
+    )
+    assert set(module.sizes[:60]) == {4}
+    assert ours.batch_size == largest
+    assert {batch.lr for batch in module.batches} == {0.1}
+
+
+def test_slow_fall_to_zero_keeps_a_finite_rate(tmp_path):
+    """C74: while the average falls towards 0 the LR stays finite and above 0."""
+    module = Scripted([1.0] * 10 + [0.0])
+    observe(module, loader(4000, 4), RadaDamp(rho=0.5), ours={"max_batch_size": 8}, max_steps=200, root=tmp_path)
+    assert all(0.0 < batch.lr <= 0.1 for batch in module.batches)
+    assert set(module.sizes[15:]) == {8}
+
+
+def test_negative_losses(tmp_path):
+    """C75: a baseline at or below zero changes nothing and warns once, naming optimal_loss; with it the rule works."""
+    module = Scripted([-5.0])
+    with pytest.warns(UserWarning, match="Set optimal_loss") as caught:
+        observe(module, loader(40, 4), root=tmp_path)
+    assert sum("optimal_loss" in str(warning.message) for warning in caught) == 1
+    assert set(module.sizes) == {4}
+
+    module = Scripted([-5.0, -7.5])
+    observe(module, loader(40, 4), RadaDamp(rho=0.0, optimal_loss=-10.0), root=tmp_path)
+    assert module.sizes[:3] == [4, 4, 8]  # (-5 + 10) / (-7.5 + 10) = 2
+
+
+def test_loss_crossing_zero(tmp_path):
+    """C75: an average at or below zero later asks for the largest size that needs no LR decay."""
+    module = Scripted([1.0, -1.0])
+    observe(module, loader(200, 4), RadaDamp(rho=0.0), ours={"max_batch_size": 16}, root=tmp_path)
+    assert module.sizes[:4] == [4, 4, 16, 16]
+    assert {batch.lr for batch in module.batches} == {0.1}
+
+
+def test_step_without_loss(tmp_path):
+    """C33: a None from every third training_step makes no observation and no update, and is counted as skipped."""
+
+    class Net(Recorder):
+        def loss(self, x, y):
+            return None if len(self.batches) % 3 == 0 else super().loss(x, y)
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        ours, _ = observe(Net(), loader(36, 4), root=tmp_path)
+    assert (ours.updates, ours.samples, ours._controller.skipped) == (6, 36, 3)
+
+
+def test_step_that_returns_a_dict(tmp_path):
+    """C33: the loss may stand under "loss" in a dict."""
+
+    class Net(Recorder):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "extra": 1}
+
+    ours, watch = observe(Net(), loader(20, 4), root=tmp_path)
+    assert ours.updates == 5
+    assert watch.observations[0].loss > 0
+
+
+def test_non_finite_observations_are_dropped(tmp_path):
+    """C21: inf at update 3 and NaN at update 7 leave the average as it is without them, and count as skipped."""
+    losses = [float(k) for k in range(10, 20)]
+    losses[2], losses[6] = math.inf, math.nan
+    ours, watch = observe(Scripted(losses), loader(40, 4), RadaDamp(rho=0.5), ours={"min_batch_size": 4}, root=tmp_path)
+    average = 10.0
+    for loss in losses[1:]:
+        average = 0.5 * average + 0.5 * loss if math.isfinite(loss) else average
+    assert ours._controller.state.loss == pytest.approx(average)
+    assert ours._controller.skipped == 2
+    assert watch.sizes[2] == watch.sizes[1]
+    assert ours.updates == 10
+
+
+def test_lbfgs_counts_one_update(tmp_path):
+    """Closures that LBFGS calls again belong to one update; the first evaluation counts."""
+    first = []
+
+    class Net(Recorder):
+        def loss(self, x, y):
+            loss = super().loss(x, y)
+            first.append((self.global_step, float(loss.detach())))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    ours, watch = observe(Net(), loader(20, 4), root=tmp_path)
+    assert ours.updates == 5
+    assert len(first) > 5
+    expected = [next(loss for step, loss in first if step == k) for k in range(5)]
+    assert [o.loss for o in watch.observations] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dwell", "wait", "decided"),
+    [(1, 0, [0, 1, 2, 3, 4, 5, 6]), (3, 0, [0, 3, 6]), (1, 4, [4, 5, 6]), (3, 4, [6])],
+)
+def test_dwell_and_wait(dwell, wait, decided, tmp_path):
+    """Decisions fall at count 0 and at multiples of dwell, both only from ``wait`` updates on."""
+    asked = []
+
+    class Ask(Sizes):
+        def damping(self, state, progress):
+            asked.append(progress.updates)
+            return super().damping(state, progress)
+
+    ours = AdaptiveBatchSize(Ask([4]), dwell=dwell, wait=wait)
+    fit(Recorder(), loader(24, 4), callbacks=[ours], epochs=1, root=tmp_path)
+    assert asked == decided
+
+
+def test_bfloat16(tmp_path):
+    """bf16-mixed trains and measures."""
+    ours, watch = observe(Recorder(), loader(20, 4), precision="bf16-mixed", root=tmp_path)
+    assert ours.updates == 5
+    assert watch.observations[0].grad_norm_sq > 0
+
+
+def test_sizes_are_multiples(tmp_path):
+    """multiple_of=8 with wanted 9, 17 and cap 30 gives 16, 24, 24."""
+    module = Recorder()
+    fit(module, loader(200, 8), callbacks=[adapt(8, 9, 17, 99, multiple_of=8, max_batch_size=30)], epochs=1)
+    assert module.sizes[:4] == [8, 16, 24, 24]
+    assert module.batches[3].lr == pytest.approx(0.1 * 24 / 99)
