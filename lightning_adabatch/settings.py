@@ -44,6 +44,9 @@ class Settings:
             _check_integer(name, getattr(self, name), least)
         if self.max_device_batch_size is not None:
             _check_integer("max_device_batch_size", self.max_device_batch_size, 1)
+        if isinstance(self.max_batch_size, float) and self.max_batch_size.is_integer():
+            # An int that passed through a command line's int | float comes out as a float.
+            object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
         if self.max_batch_size is not None and self.max_batch_size != math.inf:
             _check_integer("max_batch_size", self.max_batch_size, 1, also="math.inf (.inf in YAML), or None")
         _check_choice("adapt", self.adapt, get_args(Adapt))

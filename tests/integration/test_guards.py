@@ -151,6 +151,7 @@ def test_several_devices_are_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_resume_is_refused(tmp_path):
     """A fit from a checkpoint is refused: it would not find its place in the epoch."""
     saved = ModelCheckpoint(tmp_path, filename="c")
