@@ -40,6 +40,8 @@ class Bridge:
         self._points: ValidationPoints | None = None
         self._planned_val_check_batch: Any = None
         self._warned_short = False
+        self._published: int | None = None
+        self._metric = torch.tensor(0.0)
 
     # The loader's place -----------------------------------------------------------------------------
 
@@ -234,7 +236,10 @@ class Bridge:
         for the device where one is on the progress bar.
         """
         connector = self.trainer._logger_connector
-        connector._callback_metrics[name] = torch.tensor(float(batch_size))
+        if batch_size != self._published:
+            self._published = batch_size
+            self._metric = torch.tensor(float(batch_size))
+        connector._callback_metrics[name] = self._metric
         connector._progress_bar_metrics["batch_size"] = batch_size
 
     # The end ----------------------------------------------------------------------------------------

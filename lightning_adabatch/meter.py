@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -13,11 +11,12 @@ from lightning_adabatch.policies import Observation
 #: What a policy can ask for in ``requires``.
 MEASURES = frozenset({"loss", "grad_norm_sq"})
 
-_LOSS, _NORM = 0, 1
+# This many scalars are kept one by one before they are put into one tensor.
+_LOOSE = 256
 
 
 class Meter:
-    """Keeps one row per update, on the device, until it is read.
+    """Keeps what each update measured, on the device, until it is read.
 
     Args:
         requires: What to measure, out of :data:`MEASURES`; the rest costs nothing.
@@ -26,58 +25,60 @@ class Meter:
     def __init__(self, requires: frozenset[str]) -> None:
         self.measures_loss = "loss" in requires
         self.measures_norm = "grad_norm_sq" in requires
-        self._rows: Tensor | None = None  # (capacity, 2): loss, gradient norm
-        self._sizes: list[int] = []  # samples of each closed row
-        self._has_loss = False
-        self._has_norm = False
+        self._width = self.measures_loss + self.measures_norm
+        self._loss: Tensor | None = None  # of the row that is open
+        self._norm: Tensor | None = None
+        self._scalars: list[Tensor] = []  # of the closed rows, loss before norm, or stacks of them
+        self._sizes: list[int] = []  # samples of the closed rows
 
     def open(self) -> None:
         """Begin the row of the next update, forgetting what an update that never came left behind."""
-        self._has_loss = False
-        self._has_norm = False
+        self._loss = self._norm = None
 
     def loss(self, loss: Tensor) -> None:
         """Take the loss of the update, a scalar; the first in a row counts (LBFGS evaluates several)."""
-        if self.measures_loss and not self._has_loss:
-            self._row(loss.device)[_LOSS] = loss.detach()
-            self._has_loss = True
+        if self.measures_loss and self._loss is None:
+            # A copy: a captured graph writes the next loss into the same memory.
+            self._loss = loss.detach().clone().reshape(1)
 
-    @torch.no_grad()  # gradients of gradients have a graph; the rows must not
-    def gradients(self, gradients: Iterable[Tensor | None]) -> None:
+    def gradients(self, gradients: list[Tensor]) -> None:
         """Take the gradients of the update, unscaled and before clipping; the first call in a row counts."""
-        if self.measures_norm and not self._has_norm:
-            norm = grad_norm([gradient for gradient in gradients if gradient is not None])
-            self._row(norm.device)[_NORM] = norm
-            self._has_norm = True
+        if self.measures_norm and self._norm is None:
+            self._norm = grad_norm(gradients).reshape(1)
 
     def close(self, batch_size: int) -> None:
         """End the row of an update over ``batch_size`` samples."""
+        if self.measures_loss:
+            self._scalars.append(_MISSING if self._loss is None else self._loss)
+        if self.measures_norm:
+            self._scalars.append(_MISSING if self._norm is None else self._norm)
         self._sizes.append(batch_size)
+        if len(self._scalars) >= _LOOSE:
+            self._scalars = [self._stacked()]
 
     def read(self) -> list[Observation]:
         """Return the closed rows, oldest first, and start afresh: the one copy from the device to the host."""
         sizes, self._sizes = self._sizes, []
-        if self._rows is None:
+        if self._width == 0:
             return [Observation(None, None, size) for size in sizes]
-        rows = self._rows[: len(sizes)].tolist()
+        if not sizes:
+            return []
+        values = self._stacked().tolist()
+        self._scalars = []
+        losses = values[:: self._width] if self.measures_loss else [None] * len(sizes)
+        norms = values[self._width - 1 :: self._width] if self.measures_norm else [None] * len(sizes)
         return [
-            Observation(
-                loss=row[_LOSS] if self.measures_loss else None,
-                grad_norm_sq=row[_NORM] * row[_NORM] if self.measures_norm else None,
-                batch_size=size,
-            )
-            for row, size in zip(rows, sizes, strict=True)
+            Observation(loss, None if norm is None else norm * norm, size)
+            for loss, norm, size in zip(losses, norms, sizes, strict=True)
         ]
 
-    def _row(self, device: torch.device) -> Tensor:
-        index = len(self._sizes)
-        if self._rows is None:
-            # MPS has no float64.
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-            self._rows = torch.zeros((16, 2), dtype=dtype, device=device)
-        if index == len(self._rows):
-            self._rows = torch.cat([self._rows, torch.zeros_like(self._rows)])
-        return self._rows[index]
+    def _stacked(self) -> Tensor:
+        device = self._scalars[0].device
+        return torch.cat([scalar.to(device, non_blocking=True) for scalar in self._scalars])
+
+
+#: Stands in the row of an update that never showed its loss or gradients: not finite, so it is dropped.
+_MISSING = torch.full((1,), torch.nan)
 
 
 def grad_norm(gradients: list[Tensor]) -> Tensor:
@@ -86,7 +87,14 @@ def grad_norm(gradients: list[Tensor]) -> Tensor:
     Args:
         gradients: Dense or sparse tensors of any shapes; with none of them the norm is 0.
     """
-    # Half precision would overflow when squared.
+    if not gradients:
+        return torch.zeros(())
+    first = gradients[0]
+    if all(g.dtype is torch.float32 and g.layout is torch.strided and g.device == first.device for g in gradients):
+        # What get_total_norm does, without its grouping by device and type, which costs as much again.
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return norm.detach()
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    # Half precision would overflow when squared.
     full = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in dense]
-    return torch.nn.utils.get_total_norm(full).float()
+    return torch.nn.utils.get_total_norm(full).detach().float()

@@ -21,6 +21,8 @@ from lightning_adabatch.meter import Meter
 from lightning_adabatch.report import PREFIX, Gate, Record
 from lightning_adabatch.settings import Settings
 
+_METRIC = PREFIX + "batch_size"
+
 
 class Run:
     """What one call of ``Trainer.fit`` needs.
@@ -86,7 +88,8 @@ class Run:
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
         if self.meter.measures_norm:
-            self.meter.gradients(p.grad for group in optimizer.param_groups for p in group["params"])
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.meter.gradients(grads)
         self._lr.refresh()
 
     def end_batch(self, batch_idx: int) -> None:
@@ -175,14 +178,17 @@ class Run:
     def _apply(self, decision: Decision) -> None:
         if self._bridge.loader is not None:
             self._bridge.loader.resize(decision.batch_size)
-        self._lr.set(decision.lr_factor)
+        if decision.lr_factor != self._lr.factor:
+            self._lr.set(decision.lr_factor)
 
     # Report -----------------------------------------------------------------------------------------
 
     def _report(self, controller: Controller, used: Decision, trained: int) -> None:
-        self._bridge.publish(PREFIX + "batch_size", trained)
-        last = self._bridge.ends_epoch
-        if not self._gate.admits(controller.updates, trained, last_of_epoch=last) or not self._trainer.loggers:
+        self._bridge.publish(_METRIC, trained)
+        loggers = self._trainer.loggers
+        if not loggers:
+            return
+        if not self._gate.admits(controller.updates, trained, last_of_epoch=self._bridge.ends_epoch):
             return
         latest = controller.latest
         observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
@@ -198,4 +204,4 @@ class Run:
             grad_norm_sq=estimates.get("grad_norm_sq"),
             skipped=controller.skipped or None,
         )
-        sinks.write(self._trainer.loggers, record)
+        sinks.write(loggers, record)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -15,31 +14,34 @@ from lightning_adabatch.loader.parcel import Parcel, unpack
 from lightning_adabatch.loader.plan import BlockPlan, EpochPlan
 
 
-@dataclass
 class SizeInForce:
     """The batch size in force, shared by a loader and its passes.
 
     Args:
         sampler: The user's, of which only the length is read.
         max_samples: No pass has more samples, or None.
-        wanted: Samples per batch that were asked for.
+        wanted: Samples per batch that are asked for.
+
+    Attributes:
+        epoch_samples: Samples of one pass, carried ones apart.
+        batch_size: Samples of the next batch, the epoch's tail apart; never more than one epoch holds.
     """
 
-    sampler: Any
-    max_samples: int | None
-    wanted: int
+    def __init__(self, sampler: Any, max_samples: int | None, wanted: int) -> None:
+        self._sampler = sampler
+        self._max_samples = max_samples
+        self.set(wanted)
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of one pass, carried ones apart."""
-        samples: int = len(self.sampler)
-        return samples if self.max_samples is None else min(samples, self.max_samples)
+    def set(self, wanted: int) -> None:
+        """Ask for another size."""
+        self._wanted = wanted
+        self.refresh()
 
-    @property
-    def batch_size(self) -> int:
-        """Samples of the next batch, the epoch's tail apart; never more than one epoch holds."""
-        samples = self.epoch_samples
-        return min(self.wanted, samples) if samples else self.wanted
+    def refresh(self) -> None:
+        """Look at the length of the sampler again: it may change from one pass to the next."""
+        samples = len(self._sampler)
+        self.epoch_samples = samples if self._max_samples is None else min(samples, self._max_samples)
+        self.batch_size = min(self._wanted, self.epoch_samples) if self.epoch_samples else self._wanted
 
 
 class BlockSampler(Sampler[list[Any]]):
@@ -68,13 +70,22 @@ class BlockSampler(Sampler[list[Any]]):
 
     def __next__(self) -> list[Any]:
         """Draw the next block."""
-        start = self.blocks.dispatched
-        size = self.blocks.next_block(self._size.batch_size)
+        start, wanted = self.blocks.dispatched, self._size.batch_size
+        size = self.blocks.next_block(wanted)
+        if size < wanted:
+            # A DataLoader would have asked its sampler for a whole batch: what that does after its last index
+            # (many draw from a generator once more) is to happen now.
+            self.finish(keep=size)
         if size == 0:
             raise StopIteration
         indices = self._draw(start, size)
         self.in_flight.append(size)
         return indices
+
+    def finish(self, keep: int = 0) -> None:
+        """Let the sampler come to its end, if all that it gives is asked for but for less than one batch."""
+        if self.blocks.available - self.blocks.dispatched + keep < self._size.batch_size:
+            self._source = iter(list(self._indices()))
 
     def leftover(self) -> list[Any]:
         """Return the indices that the pass did not get to and the next one begins with."""
@@ -94,11 +105,14 @@ class BlockSampler(Sampler[list[Any]]):
             if plan.consumed <= position < plan.total
         ]
 
-    def _draw(self, start: int, size: int) -> list[Any]:
+    def _indices(self) -> Iterator[Any]:
         if self._source is None:
             # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
             self._source = chain(self.carried, iter(self._sampler))
-        indices = list(islice(self._source, size))
+        return self._source
+
+    def _draw(self, start: int, size: int) -> list[Any]:
+        indices = list(islice(self._indices(), size))
         if len(indices) < size:
             raise RuntimeError(
                 f"{type(self._sampler).__name__} has a length of {len(self._sampler)} but gave only "

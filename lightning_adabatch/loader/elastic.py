@@ -107,7 +107,7 @@ class ElasticLoader:
 
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
-        self._size.wanted = batch_size
+        self._size.set(batch_size)
 
     def __len__(self) -> int:
         """Batches of the current pass: those handed out, and those to come if the size stays."""
@@ -124,6 +124,7 @@ class ElasticLoader:
         Passes are independent of each other, as a ``DataLoader``'s are: looking at a batch in the middle of
         an epoch leaves the epoch alone. Persistent workers serve only the pass begun last.
         """
+        self._size.refresh()
         latest = self._latest_pass
         if latest is not None and (latest.plan.over or self.loader.persistent_workers):
             latest.release()
@@ -220,13 +221,15 @@ class Pass(Iterator[Any]):
         return self.plan.batches + self.plan.batches_left(self._loader.batch_size)
 
     def __next__(self) -> Any:
-        size = self.plan.hand_out(self._loader.batch_size)
+        size = self.plan.hand_out(self._loader._size.batch_size)
         if size == 0:
+            self.blocks.finish()
             self.release()
             raise StopIteration
         self.blocks.blocks.note(size)
         batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
-        self._loader._handed_out(self)
+        if self.plan.batches == 1 or self.plan.over or self._loader._latest_pass is not self:
+            self._loader._handed_out(self)
         return batch
 
     def release(self) -> None:

@@ -125,7 +125,9 @@ class BlockPlan:
 
     def note(self, size: int) -> None:
         """Remember the size of a batch just handed out."""
-        self._recent = [*self._recent[-_TREND_STEPS:], size]
+        self._recent.append(size)
+        if len(self._recent) > _TREND_STEPS + 1:
+            del self._recent[0]
 
     def next_block(self, size: int) -> int:
         """Return the samples of the next block when ``size`` is in force; 0 when there is none to fetch now."""
@@ -151,5 +153,7 @@ class BlockPlan:
         return border
 
     def _trend(self) -> float:
+        if len(self._recent) <= _TREND_STEPS or self._recent[-1] == self._recent[-2]:
+            return 0.0
         steps = [after - before for before, after in pairwise(self._recent)]
-        return sum(steps) / len(steps) if len(steps) == _TREND_STEPS and all(steps) else 0.0
+        return sum(steps) / len(steps) if all(steps) else 0.0

@@ -9,8 +9,6 @@ import pytest
 import torch
 from models import Recorder, adapt, fit, loader
 
-from lightning_adabatch import AdaptiveBatchSize, Schedule
-
 GROW = [4, 4, 4, 4, 16]
 
 
@@ -76,6 +74,20 @@ def test_next_batch_has_the_new_size(workers, persistent, tmp_path):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("prefetch", [1, 5])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_exact_sizes_with_drop_last(prefetch, persistent, tmp_path):
+    """Invariant 1: with drop_last every size is the one decided, however far the workers run ahead."""
+    module = Recorder()
+    train = loader(90, 8, num_workers=2, drop_last=True, prefetch_factor=prefetch, persistent_workers=persistent)
+    callback = adapt(8, 3, 20, 21, 5, 9)
+    fit(module, train, loader(8, 8), callbacks=[callback], root=tmp_path)
+    assert module.sizes_in(0) == [8, 3, 20, 21, 5] + [9] * 3  # 84 of 90
+    assert module.sizes_in(1) == [9] * 10
+    assert [i for batch in module.batches for i in batch.indices] == [*range(84), *range(90)]
+    assert module.validations == [8, 18]
+
+
 def test_order_changes_each_epoch(tmp_path):
     """C10: with shuffle, epochs have different orders."""
     module = Recorder()
@@ -83,60 +95,6 @@ def test_order_changes_each_epoch(tmp_path):
     orders = [[i for batch in module.batches if batch.epoch == epoch for i in batch.indices] for epoch in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0] != orders[1]
-
-
-def test_leftover_of_one_joins_the_batch_before(tmp_path):
-    """C25: BatchNorm on 33 samples survives sizes that would leave one sample, one above the cap at most."""
-
-    class Normalised(Recorder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
-
-    for size, expected in ((4, [12, 4, 4, 4, 4, 4 + 1]), (10, [12, 10, 10 + 1]), (16, [12, 16, 5])):
-        module = Normalised()
-        fit(module, loader(33, 12), callbacks=[adapt(12, size)], epochs=1, root=tmp_path)
-        assert sum(module.sizes) == 33
-        assert min(module.sizes) > 1
-        assert module.sizes == expected
-
-
-def test_own_size_may_leave_one(tmp_path):
-    """A leftover of one at the loader's own size is the user's: 33 = 4 · 8 + 1."""
-    module = Recorder()
-    fit(module, loader(33, 8), callbacks=[adapt(8)], epochs=1, root=tmp_path)
-    assert module.sizes == [8, 8, 8, 8, 1]
-
-
-@pytest.mark.parametrize(
-    ("tail", "first", "second"),
-    [
-        ("keep", [8] * 8 + [10], [16] * 4 + [10]),
-        ("drop", [8] * 9, [16] * 4),
-        ("carry", [8] * 9, [16] * 4),  # 2 carried + 74 = 4 · 16 + 12
-    ],
-)
-def test_tails(tail, first, second, tmp_path):
-    """Invariant 3: 74 samples, 16 wanted with 10 left: one more batch of 8 where the rest is not kept."""
-    module = Recorder()
-    script = [8] * 8 + [16]
-    fit(module, loader(74, 8), callbacks=[adapt(*script, tail=tail)], root=tmp_path)
-    assert module.sizes_in(0) == first
-    assert module.sizes_in(1) == second
-    if tail == "carry":
-        assert module.batches[len(first)].indices[:2] == [72, 73]
-
-
-def test_size_never_exceeds_an_epoch(tmp_path):
-    """Without a cap the size is limited by the data: one batch of all 20 samples, and no LR decay."""
-    module = Recorder()
-    callback = AdaptiveBatchSize(Schedule({0: 4, 2: 500}), max_batch_size=float("inf"))
-    fit(module, loader(20, 4, drop_last=True), loader(8, 8), callbacks=[callback], epochs=3, root=tmp_path)
-    assert module.sizes_in(0) == [4, 4, 4, 4, 4]
-    assert module.sizes_in(1) == module.sizes_in(2) == [20]
-    assert {batch.lr for batch in module.batches} == {0.1}
-    assert callback.batch_size == 20
-    assert len(module.validations) == 3
 
 
 def test_limit_train_batches_counts_batches(tmp_path):

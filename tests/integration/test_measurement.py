@@ -8,29 +8,9 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Recorder, Scripted, Sizes, adapt, fit, loader
+from models import Recorder, Scripted, Sizes, adapt, fit, loader, observe
 
-from lightning_adabatch import AdaptiveBatchSize, Observation, RadaDamp
-
-
-class Watch(pl.Callback):
-    """Notes the callback's last observation and decision after every update."""
-
-    def __init__(self, ours: AdaptiveBatchSize) -> None:
-        self.ours = ours
-        self.observations: list[Observation] = []
-        self.sizes: list[int] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.observations.append(self.ours._controller.latest)
-        self.sizes.append(self.ours.batch_size)
-
-
-def observe(module, train, policy=None, **kwargs):
-    ours = AdaptiveBatchSize(policy or RadaDamp(), **{"max_batch_size": 1024, **kwargs.pop("ours", {})})
-    watch = Watch(ours)
-    fit(module, train, callbacks=[ours, watch], **{"epochs": 1, **kwargs})
-    return ours, watch
+from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 
 
 def test_loss_and_norm_are_those_of_the_update(tmp_path):
@@ -103,85 +83,6 @@ def test_same_seed_same_run(tmp_path):
     assert [b.indices for b in runs[0].batches] == [b.indices for b in runs[1].batches]
     assert torch.equal(runs[0].net.weight, runs[1].net.weight)
     assert len(set(runs[0].sizes)) > 2
-
-
-@pytest.mark.parametrize(("cap", "largest"), [(64, 64), (None, 400)])
-def test_loss_and_norm_go_to_zero(cap, largest, tmp_path):
-    """C74: loss and norm exactly 0 ask for the maximum, without LR decay to 0 and without an exception."""
-    module = Scripted([1.0] * 60 + [0.0])
-    ours, _ = observe(
-        module, loader(400, 4), RadaDamp(rho=0.0), ours={"max_batch_size": cap}, max_steps=80, epochs=-1, root=tmp_path
-    )
-    assert set(module.sizes[:60]) == {4}
-    assert ours.batch_size == largest
-    assert {batch.lr for batch in module.batches} == {0.1}
-
-
-def test_slow_fall_to_zero_keeps_a_finite_rate(tmp_path):
-    """C74: while the average falls towards 0 the LR stays finite and above 0."""
-    module = Scripted([1.0] * 10 + [0.0])
-    observe(module, loader(4000, 4), RadaDamp(rho=0.5), ours={"max_batch_size": 8}, max_steps=200, root=tmp_path)
-    assert all(0.0 < batch.lr <= 0.1 for batch in module.batches)
-    assert set(module.sizes[15:]) == {8}
-
-
-def test_negative_losses(tmp_path):
-    """C75: a baseline at or below zero changes nothing and warns once, naming optimal_loss; with it the rule works."""
-    module = Scripted([-5.0])
-    with pytest.warns(UserWarning, match="Set optimal_loss") as caught:
-        observe(module, loader(40, 4), root=tmp_path)
-    assert sum("optimal_loss" in str(warning.message) for warning in caught) == 1
-    assert set(module.sizes) == {4}
-
-    module = Scripted([-5.0, -7.5])
-    observe(module, loader(40, 4), RadaDamp(rho=0.0, optimal_loss=-10.0), root=tmp_path)
-    assert module.sizes[:3] == [4, 4, 8]  # (-5 + 10) / (-7.5 + 10) = 2
-
-
-def test_loss_crossing_zero(tmp_path):
-    """C75: an average at or below zero later asks for the largest size that needs no LR decay."""
-    module = Scripted([1.0, -1.0])
-    observe(module, loader(200, 4), RadaDamp(rho=0.0), ours={"max_batch_size": 16}, root=tmp_path)
-    assert module.sizes[:4] == [4, 4, 16, 16]
-    assert {batch.lr for batch in module.batches} == {0.1}
-
-
-def test_step_without_loss(tmp_path):
-    """C33: a None from every third training_step makes no observation and no update, and is counted as skipped."""
-
-    class Net(Recorder):
-        def loss(self, x, y):
-            return None if len(self.batches) % 3 == 0 else super().loss(x, y)
-
-    with pytest.warns(UserWarning, match="returned `None`"):
-        ours, _ = observe(Net(), loader(36, 4), root=tmp_path)
-    assert (ours.updates, ours.samples, ours._controller.skipped) == (6, 36, 3)
-
-
-def test_step_that_returns_a_dict(tmp_path):
-    """C33: the loss may stand under "loss" in a dict."""
-
-    class Net(Recorder):
-        def training_step(self, batch, batch_idx):
-            return {"loss": super().training_step(batch, batch_idx), "extra": 1}
-
-    ours, watch = observe(Net(), loader(20, 4), root=tmp_path)
-    assert ours.updates == 5
-    assert watch.observations[0].loss > 0
-
-
-def test_non_finite_observations_are_dropped(tmp_path):
-    """C21: inf at update 3 and NaN at update 7 leave the average as it is without them, and count as skipped."""
-    losses = [float(k) for k in range(10, 20)]
-    losses[2], losses[6] = math.inf, math.nan
-    ours, watch = observe(Scripted(losses), loader(40, 4), RadaDamp(rho=0.5), ours={"min_batch_size": 4}, root=tmp_path)
-    average = 10.0
-    for loss in losses[1:]:
-        average = 0.5 * average + 0.5 * loss if math.isfinite(loss) else average
-    assert ours._controller.state.loss == pytest.approx(average)
-    assert ours._controller.skipped == 2
-    assert watch.sizes[2] == watch.sizes[1]
-    assert ours.updates == 10
 
 
 def test_lbfgs_counts_one_update(tmp_path):

@@ -9,7 +9,7 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 
@@ -34,6 +34,19 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.5)
 
 
+class Shuffled(Sampler):
+    """A new order in each epoch, from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self):
+        return iter(torch.randperm(SAMPLES, generator=self.generator).tolist())
+
+
 def data() -> TensorDataset:
     """A regression problem that a few epochs solve well enough for the cap to bind."""
     generator = torch.Generator().manual_seed(3)
@@ -48,7 +61,6 @@ def algorithm_1(net: torch.nn.Module, generator: torch.Generator, dwell: int) ->
     wanted, first, average = INITIAL, None, None
     used: list[tuple[int, float]] = []
     while len(used) < UPDATES:
-        torch.empty((), dtype=torch.int64).random_(generator=generator)  # the DataLoader's seed for its workers
         order = torch.randperm(SAMPLES, generator=generator)
         while len(order) and len(used) < UPDATES:
             size = min(wanted, CAP)
@@ -77,9 +89,8 @@ def test_callback_is_algorithm_1(dwell, num_workers, tmp_path):
     module = Net()
     oracle = copy.deepcopy(module.net)
     expected = algorithm_1(oracle, torch.Generator().manual_seed(7), dwell)
-    loader = DataLoader(
-        data(), INITIAL, shuffle=True, num_workers=num_workers, generator=torch.Generator().manual_seed(7)
-    )
+    sampler = Shuffled(torch.Generator().manual_seed(7))
+    loader = DataLoader(data(), INITIAL, sampler=sampler, num_workers=num_workers)
     callback = AdaptiveBatchSize(RadaDamp(rho=RHO, grad_norm_weight=WEIGHT), max_batch_size=CAP, dwell=dwell)
     trainer = pl.Trainer(
         max_steps=UPDATES,

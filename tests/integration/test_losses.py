@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that are zero, negative, missing or not finite, in a real run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import Recorder, Scripted, loader, observe
+
+from lightning_adabatch import RadaDamp
+
+# Lightning says so once in a process, so that only one test would see it.
+skips_are_announced = pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+
+
+@pytest.mark.parametrize(("cap", "largest"), [(64, 64), (None, 400)])
+def test_loss_and_norm_go_to_zero(cap, largest, tmp_path):
+    """C74: loss and norm exactly 0 ask for the maximum, without LR decay to 0 and without an exception."""
+    module = Scripted([1.0] * 60 + [0.0])
+    ours, _ = observe(
+        module, loader(400, 4), RadaDamp(rho=0.0), ours={"max_batch_size": cap}, max_steps=80, epochs=-1, root=tmp_path
+    )
+    assert set(module.sizes[:60]) == {4}
+    assert ours.batch_size == largest
+    assert {batch.lr for batch in module.batches} == {0.1}
+
+
+def test_slow_fall_to_zero_keeps_a_finite_rate(tmp_path):
+    """C74: while the average falls towards 0 the LR stays finite and above 0."""
+    module = Scripted([1.0] * 10 + [0.0])
+    observe(module, loader(4000, 4), RadaDamp(rho=0.5), ours={"max_batch_size": 8}, max_steps=200, root=tmp_path)
+    assert all(0.0 < batch.lr <= 0.1 for batch in module.batches)
+    assert set(module.sizes[15:]) == {8}
+
+
+def test_negative_losses(tmp_path):
+    """C75: a baseline at or below zero changes nothing and warns once, naming optimal_loss; with it the rule works."""
+    module = Scripted([-5.0])
+    with pytest.warns(UserWarning, match="Set optimal_loss") as caught:
+        observe(module, loader(40, 4), root=tmp_path)
+    assert sum("optimal_loss" in str(warning.message) for warning in caught) == 1
+    assert set(module.sizes) == {4}
+
+    module = Scripted([-5.0, -7.5])
+    observe(module, loader(40, 4), RadaDamp(rho=0.0, optimal_loss=-10.0), root=tmp_path)
+    assert module.sizes[:3] == [4, 4, 8]  # (-5 + 10) / (-7.5 + 10) = 2
+
+
+def test_size_never_falls_below_the_minimum(tmp_path):
+    """C75: a loss that rises to 100 times its first value asks for 1 sample, and gets min_batch_size."""
+    module = Scripted([1.0, 100.0])
+    observe(module, loader(60, 8), RadaDamp(rho=0.0), ours={"min_batch_size": 3}, root=tmp_path)
+    assert module.sizes[:3] == [8, 8, 3]
+    assert set(module.sizes[2:-1]) == {3}
+
+
+def test_loss_crossing_zero(tmp_path):
+    """C75: an average at or below zero later asks for the largest size that needs no LR decay."""
+    module = Scripted([1.0, -1.0])
+    observe(module, loader(200, 4), RadaDamp(rho=0.0), ours={"max_batch_size": 16}, root=tmp_path)
+    assert module.sizes[:4] == [4, 4, 16, 16]
+    assert {batch.lr for batch in module.batches} == {0.1}
+
+
+@skips_are_announced
+def test_step_without_loss(tmp_path):
+    """C33: a None from every third training_step makes no observation and no update, and is counted as skipped."""
+
+    class Net(Recorder):
+        def loss(self, x, y):
+            return None if len(self.batches) % 3 == 0 else super().loss(x, y)
+
+    ours, _ = observe(Net(), loader(36, 4), root=tmp_path)
+    assert (ours.updates, ours.samples, ours._controller.skipped) == (6, 36, 3)
+
+
+@skips_are_announced
+def test_no_loss_at_all(tmp_path):
+    """C33: where training_step never returns a loss the run ends without an update, and nothing is decided."""
+
+    class Net(Recorder):
+        def loss(self, x, y):
+            return None
+
+    ours, _ = observe(Net(), loader(20, 4), root=tmp_path)
+    assert (ours.updates, ours.samples, ours.batch_size, ours._controller.skipped) == (0, 20, 4, 5)
+
+
+def test_step_that_returns_a_dict(tmp_path):
+    """C33: the loss may stand under "loss" in a dict."""
+
+    class Net(Recorder):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "extra": 1}
+
+    ours, watch = observe(Net(), loader(20, 4), root=tmp_path)
+    assert ours.updates == 5
+    assert watch.observations[0].loss > 0
+
+
+class Bursts(Scripted):
+    """Scripted losses, and the gradient of a parameter that no loss depends on: 3, but inf at update 3."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__(losses)
+        self.idle = torch.nn.Parameter(torch.zeros(()))
+
+    def on_after_backward(self):
+        self.idle.grad = torch.tensor(math.inf if len(self.batches) == 3 else 3.0)
+
+
+def test_non_finite_observations_are_dropped(tmp_path):
+    """C21: inf gradients at update 3, NaN loss at 7: the averages are those of a run without the two; skipped is 2."""
+    losses = [10.0, 9.0, 1.0, 8.0, 7.0, 6.0, math.nan, 5.0, 4.0, 3.0]
+    policy = RadaDamp(rho=0.5, grad_norm_weight=0.1)
+    ours, watch = observe(Bursts(losses), loader(400, 4), policy, max_steps=10, root=tmp_path)
+    average = 10.0
+    for loss in (9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0):
+        average = 0.5 * average + 0.5 * loss
+    assert ours._controller.state.loss == pytest.approx(average)
+    assert ours._controller.state.grad_norm_sq == pytest.approx(9.0)
+    assert ours._controller.skipped == 2
+    # ceil(4 · (10 + 0.9) / (average + 0.9)); updates 3 and 7 leave the size as it was.
+    assert watch.sizes == [4, 5, 5, 5, 5, 6, 6, 7, 8, 9]
+    assert ours.updates == 10

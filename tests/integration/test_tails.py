@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of an epoch: what is left is kept, carried or dropped, and no sample stands alone (invariant 3)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import Recorder, adapt, fit, loader
+
+from lightning_adabatch import AdaptiveBatchSize, Constant, Schedule
+
+
+def test_leftover_of_one_joins_the_batch_before(tmp_path):
+    """C25: BatchNorm on 33 samples survives sizes that would leave one sample, one above the cap at most."""
+
+    class Normalised(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+
+    for size, expected in ((4, [12, 4, 4, 4, 4, 4 + 1]), (10, [12, 10, 10 + 1]), (16, [12, 16, 5])):
+        module = Normalised()
+        fit(module, loader(33, 12), callbacks=[adapt(12, size)], epochs=1, root=tmp_path)
+        assert sum(module.sizes) == 33
+        assert min(module.sizes) > 1
+        assert module.sizes == expected
+
+
+def test_own_size_may_leave_one(tmp_path):
+    """A leftover of one at the loader's own size is the user's: 33 = 4 · 8 + 1."""
+    module = Recorder()
+    fit(module, loader(33, 8), callbacks=[adapt(8)], epochs=1, root=tmp_path)
+    assert module.sizes == [8, 8, 8, 8, 1]
+
+
+@pytest.mark.parametrize(
+    ("tail", "first", "second"),
+    [
+        ("keep", [8] * 8 + [10], [16] * 4 + [10]),
+        ("drop", [8] * 9, [16] * 4),
+        ("carry", [8] * 9, [16] * 4),  # 2 carried + 74 = 4 · 16 + 12
+    ],
+)
+def test_tails(tail, first, second, tmp_path):
+    """Invariant 3: 74 samples, 16 wanted with 10 left: one more batch of 8 where the rest is not kept."""
+    module = Recorder()
+    script = [8] * 8 + [16]
+    fit(module, loader(74, 8), callbacks=[adapt(*script, tail=tail)], root=tmp_path)
+    assert module.sizes_in(0) == first
+    assert module.sizes_in(1) == second
+    if tail == "carry":
+        assert module.batches[len(first)].indices[:2] == [72, 73]
+
+
+def test_size_never_exceeds_an_epoch(tmp_path):
+    """Without a cap the size is limited by the data: one batch of all 20 samples, and no LR decay."""
+    module = Recorder()
+    callback = AdaptiveBatchSize(Schedule({0: 4, 2: 500}), max_batch_size=math.inf)
+    fit(module, loader(20, 4, drop_last=True), loader(8, 8), callbacks=[callback], epochs=3, root=tmp_path)
+    assert module.sizes_in(0) == [4, 4, 4, 4, 4]
+    assert module.sizes_in(1) == module.sizes_in(2) == [20]
+    assert {batch.lr for batch in module.batches} == {0.1}
+    assert callback.batch_size == 20
+    assert len(module.validations) == 3
+
+
+def test_carried_samples_lose_nothing(tmp_path):
+    """With "carry" every sample is trained as often as the next one, but for those still carried at the end."""
+    module = Recorder()
+    script = [8, 8, 8, 10, 7, 7, 12, 5, 9, 11]
+    ours = adapt(*script * 3, tail="carry")
+    fit(module, loader(53, 8), callbacks=[ours], epochs=4, root=tmp_path)
+    order = [index for batch in module.batches for index in batch.indices]
+    assert order == [*range(53)] * 3 + [*range(len(order) - 3 * 53)]
+    assert 4 * 53 - len(order) < module.sizes[-1]
+    assert ours.samples == len(order)
+
+
+def test_carrying_is_not_dropping(tmp_path):
+    """With drop_last on the loader, tail="carry" wins: 21 = 5 · 4 + 1 gives 5, 5 and 5 batches, and 3 are carried."""
+    module = Recorder()
+    ours = AdaptiveBatchSize(Constant(), tail="carry")
+    fit(module, loader(21, 4, drop_last=True), callbacks=[ours], epochs=4, root=tmp_path)
+    assert [len(module.sizes_in(epoch)) for epoch in range(4)] == [5, 5, 5, 6]  # 21, 1 + 21, 2 + 21, 3 + 21
+    assert {batch.size for batch in module.batches} == {4}
+
+
+def test_keeping_wins_over_drop_last(tmp_path):
+    """With drop_last on the loader, tail="keep" trains what is left."""
+    module = Recorder()
+    ours = AdaptiveBatchSize(Constant(), tail="keep")
+    fit(module, loader(22, 4, drop_last=True), loader(8, 8), callbacks=[ours], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 4, 4, 4, 4, 2]
+    assert module.batches[-1].last
+    assert module.validations == [6]
+
+
+def test_last_batch_is_settled_when_it_is_handed_out(tmp_path):
+    """A smaller size decided after the last batch does not add batches to its epoch."""
+    module = Recorder()
+    fit(module, loader(32, 16), loader(8, 8), callbacks=[adapt(16, 16, 4)], root=tmp_path)
+    assert module.sizes == [16, 16] + [4] * 8
+    assert module.validations == [2, 10]
