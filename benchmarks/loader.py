@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput of the elastic loader against ``torch.utils.data.DataLoader``: ``python benchmarks/loader.py [--quick]``."""
+"""Throughput of the elastic loader against a ``DataLoader``: ``python benchmarks/loader.py [--quick]``."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def change(data: Images, repetitions: int) -> tuple[float, float, float]:
 
 
 def memory(data: Images) -> tuple[float, str]:
-    """Return the bytes of blocks that the loader holds beyond the batch in hand, in batches: at most what it cut from."""
+    """Return the samples that the loader holds beyond the batch in hand, in batches: at most one block."""
     ours = ElasticLoader(plain(data, SIZE, 2))
     batches: Any = iter(ours)
     held = []

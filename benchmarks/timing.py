@@ -64,4 +64,5 @@ def header() -> str:
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), torch threads {torch.get_num_threads()}"
     versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
     now = dt.datetime.now(tz=dt.timezone.utc).date()
-    return f"{now}: {machine}, {versions}\n{'ratio of medians, interleaved':<66} {'ratio':>8}   {'target':<9} {'':<16} detail"
+    columns = f"{'median of interleaved ratios':<66} {'ratio':>8}   {'target':<9} {'':<16} detail"
+    return f"{now}: {machine}, {versions}\n{columns}"

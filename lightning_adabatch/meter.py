@@ -73,8 +73,12 @@ class Meter:
         ]
 
     def _stacked(self) -> Tensor:
-        device = self._scalars[0].device
-        return torch.cat([scalar.to(device, non_blocking=True) for scalar in self._scalars])
+        # A row without gradients has its scalar on the CPU.
+        devices = [scalar.device for scalar in self._scalars]
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        if all(other == device for other in devices):
+            return torch.cat(self._scalars)
+        return torch.cat([scalar.to(device) for scalar in self._scalars])
 
 
 #: Stands in the row of an update that never showed its loss or gradients: not finite, so it is dropped.

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_adabatch import AdaptiveBatchSize, Policy, Progress
+from lightning_adabatch import AdaptiveBatchSize, Observation, Policy, Progress, RadaDamp
 
 
 class Indexed(Dataset):
@@ -54,7 +54,9 @@ class Recorder(pl.LightningModule):
 
     def __init__(self, lr: float = 0.1, schedule=None, interval: str = "epoch", **optimizer_kwargs: Any) -> None:
         super().__init__()
-        self.net = torch.nn.Linear(4, 2)
+        with torch.random.fork_rng(devices=[]):  # the same weights in every test, and no draw from the global state
+            torch.manual_seed(0)
+            self.net = torch.nn.Linear(4, 2)
         self.lr = lr
         self.schedule = schedule
         self.interval = interval
@@ -124,8 +126,8 @@ class Sizes(Policy):
         return self.sizes[min(progress.updates, len(self.sizes) - 1)] / progress.initial_batch_size
 
 
-def fit(module, train, validation=None, *, callbacks=(), epochs: int = 2, root=None, **kwargs: Any) -> pl.Trainer:
-    """Fit quietly on the CPU and return the Trainer."""
+def quiet(callbacks=(), *, epochs: int = 2, root=None, **kwargs: Any) -> pl.Trainer:
+    """Return a Trainer on the CPU that writes nothing."""
     settings = {
         "max_epochs": epochs,
         "accelerator": "cpu",
@@ -136,7 +138,12 @@ def fit(module, train, validation=None, *, callbacks=(), epochs: int = 2, root=N
         "default_root_dir": root,
         "callbacks": list(callbacks),
     }
-    trainer = pl.Trainer(**{**settings, **kwargs})
+    return pl.Trainer(**{**settings, **kwargs})
+
+
+def fit(module, train, validation=None, **kwargs: Any) -> pl.Trainer:
+    """Fit with a quiet Trainer and return it."""
+    trainer = quiet(**kwargs)
     trainer.fit(module, train, validation)
     return trainer
 
@@ -144,3 +151,24 @@ def fit(module, train, validation=None, *, callbacks=(), epochs: int = 2, root=N
 def adapt(*sizes: int, **kwargs: Any) -> AdaptiveBatchSize:
     """Return the callback with a script of sizes."""
     return AdaptiveBatchSize(Sizes(list(sizes)), **kwargs)
+
+
+class Watch(pl.Callback):
+    """Notes the callback's last observation and decision after every update."""
+
+    def __init__(self, ours: AdaptiveBatchSize) -> None:
+        self.ours = ours
+        self.observations: list[Observation] = []
+        self.sizes: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.observations.append(self.ours._controller.latest)
+        self.sizes.append(self.ours.batch_size)
+
+
+def observe(module, train, policy=None, **kwargs: Any) -> tuple[AdaptiveBatchSize, Watch]:
+    """Fit one epoch under a measuring policy; return the callback, which takes ``ours``, and what it went through."""
+    ours = AdaptiveBatchSize(policy or RadaDamp(), **{"max_batch_size": 1024, **kwargs.pop("ours", {})})
+    watch = Watch(ours)
+    fit(module, train, callbacks=[ours, watch], **{"epochs": 1, **kwargs})
+    return ours, watch

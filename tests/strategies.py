@@ -16,10 +16,11 @@ def numbers(least: float, most: float) -> st.SearchStrategy[float]:
     return st.floats(least, most, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
 
+#: Whatever a device can measure in float32; a norm is squared on the host.
 observations = st.builds(
     Observation,
-    loss=numbers(-5.0, 20.0),
-    grad_norm_sq=numbers(0.0, 100.0),
+    loss=numbers(-5.0, 20.0) | st.floats(width=32, allow_nan=False, allow_infinity=False),
+    grad_norm_sq=numbers(0.0, 100.0) | st.floats(0.0, width=32, allow_infinity=False).map(lambda norm: norm * norm),
     batch_size=st.integers(1, 4096),
 )
 

@@ -84,8 +84,12 @@ class BlockSampler(Sampler[list[Any]]):
 
     def finish(self, keep: int = 0) -> None:
         """Let the sampler come to its end, if all that it gives is asked for but for less than one batch."""
-        if self.blocks.available - self.blocks.dispatched + keep < self._size.batch_size:
-            self._source = iter(list(self._indices()))
+        rest = self.blocks.available - self.blocks.dispatched + keep
+        if rest < self._size.batch_size:
+            source = self._indices()
+            left = list(islice(source, rest))
+            next(source, None)  # beyond its last index; never further, should it have no end
+            self._source = iter(left)
 
     def leftover(self) -> list[Any]:
         """Return the indices that the pass did not get to and the next one begins with."""

@@ -170,10 +170,8 @@ class ElasticLoader:
         return EpochPlan(total, self.own_batch_size, self.tail, self._max_batches)
 
     def _handed_out(self, begun: Pass) -> None:
-        """Note which pass is going on, and what the next one begins with."""
+        """Note which pass is going on, and, once it is over, what the next one begins with."""
         self._latest = weakref.ref(begun)
-        if begun.plan.batches == 1 and self._carried is begun.blocks.carried:
-            self._carried = []  # taken
         if begun.plan.over:
             self.carry_from(begun)
 
@@ -228,7 +226,7 @@ class Pass(Iterator[Any]):
             raise StopIteration
         self.blocks.blocks.note(size)
         batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
-        if self.plan.batches == 1 or self.plan.over or self._loader._latest_pass is not self:
+        if self.plan.over or self._loader._latest_pass is not self:
             self._loader._handed_out(self)
         return batch
 

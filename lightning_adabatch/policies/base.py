@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ class Progress:
     measured: Mapping[str, float] = field(default_factory=dict)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a hyperparameter is a finite number, and not something that only looks like one."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
 class Policy(ABC, Generic[State]):
     """A rule for the batch size: frozen hyperparameters, an explicit immutable state, three pure functions.
 
@@ -102,6 +111,6 @@ class Policy(ABC, Generic[State]):
         return {}
 
     def notice(self, state: State) -> str | None:
-        """Return what the user should know about this state, or None. Said once in a run."""
+        """Return what the user should know about this state, or None. The first one in a run is said."""
         del state
         return None

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_adabatch.policies.base import Policy, Progress
+from lightning_adabatch.policies.base import Policy, Progress, is_finite
 
 _UNITS = ("updates", "samples", "epochs")
+_SMALLEST = 1e-300  # a damping is above 0
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,20 @@ class GeoDamp(Policy[None]):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not (math.isfinite(self.factor) and self.factor > 0):
+        if not (is_finite(self.factor) and self.factor > 0):
             raise ValueError(f"factor={self.factor!r} must be a finite number > 0, such as 2.")
-        if not (math.isfinite(self.delay) and self.delay > 0):
+        if not (is_finite(self.delay) and self.delay > 0):
             raise ValueError(f"delay={self.delay!r} must be a finite number of epochs > 0, such as 10.")
 
     def damping(self, state: None, progress: Progress) -> float:
         """Return factor ** floor(epochs / delay)."""
         del state
-        # 0.3 / 0.1 is 2.999...: a point that is reached up to float dust is reached.
-        exponent = math.floor(progress.epochs / self.delay + 1e-9)
         try:
-            return float(self.factor) ** exponent
+            # 0.3 / 0.1 is 2.999...: a point that is reached up to float dust is reached.
+            exponent = math.floor(progress.epochs / self.delay + 1e-9)
+            return max(float(self.factor) ** exponent, _SMALLEST)
         except OverflowError:
-            return math.inf
+            return math.inf if self.factor > 1 else _SMALLEST
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_adabatch.policies.base import Observation, Policy, Progress
+from lightning_adabatch.policies.base import Observation, Policy, Progress, is_finite
 
 
 class RadaDampState(NamedTuple):
@@ -70,14 +69,14 @@ class RadaDamp(Policy[RadaDampState]):
 
     def __post_init__(self) -> None:
         """Check the ranges, and ask only for what the weights need."""
-        if not 0.0 <= self.rho < 1.0:
+        if not (is_finite(self.rho) and 0.0 <= self.rho < 1.0):
             raise ValueError(f"rho={self.rho!r} must be in [0, 1). Set for example rho=0.999, the paper's value.")
-        if not (math.isfinite(self.grad_norm_weight) and self.grad_norm_weight >= 0.0):
+        if not (is_finite(self.grad_norm_weight) and self.grad_norm_weight >= 0.0):
             raise ValueError(
                 f"grad_norm_weight={self.grad_norm_weight!r} must be a finite number >= 0. "
                 "Set 0 to leave the gradient norm out."
             )
-        if not math.isfinite(self.optimal_loss):
+        if not is_finite(self.optimal_loss):
             raise ValueError(
                 f"optimal_loss={self.optimal_loss!r} must be finite. Set the smallest loss that training could reach."
             )
@@ -106,7 +105,7 @@ class RadaDamp(Policy[RadaDampState]):
 
     def damping(self, state: RadaDampState, progress: Progress) -> float:
         """Return d̂_0 / d̂_k."""
-        if state.observations <= self.warmup or state.baseline <= 0.0:
+        if state.baseline <= 0.0:
             return 1.0
         average = self._average(state)
         if average <= 0.0:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Recorder, adapt, fit, loader
 
 
@@ -30,9 +31,18 @@ def test_attributes_change_at_our_batch_end(tmp_path):
     """Before it the counts are those after k - 1 and the size is update k's; after it, k's and k + 1's."""
     ours = adapt(4, 8, 32, 4, max_batch_size=16)
     before, behind = Reads(ours), Reads(ours)
-    validations = []
+    validations, checkpoints, early = [], [], []
 
     class Net(Recorder):
+        def on_before_backward(self, loss):
+            early.append(now(ours))
+
+        def on_before_optimizer_step(self, optimizer):
+            early.append(now(ours))
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoints.append(now(ours))
+
         def training_step(self, batch, batch_idx):
             assert now(ours) == before.start[-1]
             return super().training_step(batch, batch_idx)
@@ -45,10 +55,14 @@ def test_attributes_change_at_our_batch_end(tmp_path):
                 validations.append(now(ours))
 
     assert (ours.batch_size, ours.lr_factor, ours.updates, ours.samples, ours.epochs) == (None, 1.0, 0, 0, 0.0)
-    fit(Net(), loader(32, 4), loader(8, 8), callbacks=[before, ours, behind], epochs=1, root=tmp_path)
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    callbacks = [saved, before, ours, behind]
+    fit(Net(), loader(32, 4), loader(8, 8), callbacks=callbacks, epochs=1, enable_checkpointing=True)
     states = [(0, 0, 4, 1.0), (1, 4, 8, 1.0), (2, 12, 16, 0.5), (3, 28, 4, 1.0), (4, 32, 4, 1.0)]
     assert before.start == before.end == behind.start == states[:-1]
     assert behind.end == states[1:]
+    assert early == [state for state in states[:-1] for _ in range(2)]
+    assert checkpoints == states[1:]
     assert validations == states[-1:]
     assert ours.epochs == 1.0
     assert [type(value) for value in (*now(ours), ours.epochs)] == [int, int, int, float, float]

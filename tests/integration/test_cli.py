@@ -109,16 +109,35 @@ def test_wrong_nested_name_is_named(tmp_path, capsys):
     assert "roh" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("max_batch_size=0", "max_batch_size=0 must be an integer >= 1"),
+        ("policy.init_args.rho=7", "rho=7.0 must be"),
+    ],
+)
+def test_value_out_of_range_is_named(given, message, tmp_path):
+    """What a constructor says about a value out of its range reaches the user of a command line."""
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, written(tmp_path, PRINTED), f"--trainer.callbacks.init_args.{given}")
+
+
 SCHEDULE = """
 trainer:
   callbacks:
     - class_path: lightning_adabatch.AdaptiveBatchSize
       init_args:
         policy: {class_path: lightning_adabatch.Schedule, init_args: {sizes: {0: 4, 2: 8}, unit: updates}}
+        max_batch_size: .inf
+"""
+DEFAULTS = """
+trainer:
+  callbacks:
+    - class_path: lightning_adabatch.AdaptiveBatchSize
 """
 
 
-@pytest.mark.parametrize("text", [PRINTED, SCHEDULE], ids=["RadaDamp", "Schedule"])
+@pytest.mark.parametrize("text", [PRINTED, SCHEDULE, DEFAULTS], ids=["RadaDamp", "Schedule", "defaults"])
 def test_saved_config_runs_again(text, tmp_path):
     """C35: the saved config.yaml alone starts the same run again, and holds no object's repr."""
     first = run(tmp_path, written(tmp_path, text))
@@ -132,9 +151,10 @@ def test_saved_config_runs_again(text, tmp_path):
 
 
 def test_schedule_from_yaml(tmp_path):
-    """A mapping from YAML has numbers for its points."""
+    """A mapping from YAML has numbers for its points, and ``.inf`` is no cap."""
     cli = run(tmp_path, written(tmp_path, SCHEDULE))
     assert ours(cli).settings.policy == Schedule({0: 4, 2: 8})
+    assert ours(cli).settings.max_batch_size == float("inf")
     assert cli.model.sizes == [4, 4, 8, 8, 8]
 
 

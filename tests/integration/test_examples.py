@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from models import quiet
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,41 +25,123 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def fashion(monkeypatch):
+    """The module that the examples share; it is importable from their folder only."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("fashion")
+
+
+def scalars(folder: Path, tag: str) -> list[float]:
+    """Return what TensorBoard would show under a tag."""
+    events = EventAccumulator(str(folder)).Reload()
+    return [event.value for event in events.Scalars(tag)]
+
+
 def test_quickstart(tmp_path):
-    """It prints a table that adds up, draws its picture, writes TensorBoard logs, and says how to open them."""
+    """Its table agrees with the options, with itself and with TensorBoard's logs; picture and advice are there."""
     script = str(ROOT / "examples" / "quickstart.py")
     out = run(script, "--limit", "600", "--epochs", "2", "--batch-size", "50", "--out", "logs", cwd=tmp_path)
-    constant = re.search(r"^constant +([\d,]+) +([\d,]+) +([\d.]+) +([\d,]+)", out, re.MULTILINE)
-    adaptive = re.search(r"^RadaDamp +([\d,]+) +([\d,]+) +([\d.]+) +([\d,]+)", out, re.MULTILINE)
-    assert constant is not None
-    assert adaptive is not None
-    assert constant.groups() == ("24", "1,200", "2.0", "50")  # 2 · 600 / 50
-    assert adaptive[2] == "1,200"
-    assert int(adaptive[1]) <= 24
+    runs = {}
+    for name in ("constant", "RadaDamp"):
+        (row,) = re.findall(rf"^{name} +(.*)$", out, re.MULTILINE)
+        (sizes,) = re.findall(rf"^Batch size after each epoch, {name}: (.*)$", out, re.MULTILINE)
+        updates, samples, epochs, batch_size, lr_factor, accuracy, _ = row.replace(",", "").split()
+        assert (samples, epochs) == ("1200", "2.0")  # 2 · 600
+        assert len(sizes.split()) == 2
+        assert sizes.split()[-1] == batch_size
+        assert lr_factor == "1.000"  # neither run is at its cap, 2 · 50, yet
+        logs = tmp_path / "logs" / "tensorboard" / name
+        assert scalars(logs, "adabatch/updates")[-1] == int(updates)
+        assert scalars(logs, "adabatch/samples")[-1] == 1200
+        assert f"{scalars(logs, 'accuracy')[-1]:.2%}" == accuracy
+        runs[name] = int(updates), int(batch_size)
+    assert runs["constant"] == (24, 50)  # 2 · 600 / 50
+    updates, batch_size = runs["RadaDamp"]
+    assert 50 < batch_size < 100
+    assert 1200 / batch_size <= updates <= 24
+    assert (tmp_path / "logs" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
     assert "tensorboard --logdir logs/tensorboard" in out
-    assert (tmp_path / "logs" / "quickstart.png").stat().st_size > 10_000
-    assert len(list((tmp_path / "logs").rglob("events.out.tfevents*"))) == 2
 
 
-def test_parameters_of_the_papers_network(monkeypatch):
+def test_cli_runs_again_from_its_saved_config(tmp_path):
+    """C35: cli.py trains with the config beside it, and the config.yaml that it saves makes the same run again."""
+    script, config = str(ROOT / "examples" / "cli.py"), str(ROOT / "examples" / "configs" / "radadamp.yaml")
+    short = ["--data.limit=256", "--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=."]
+    run(script, "fit", "--config", config, *short, *logger, cwd=tmp_path)
+    (saved,) = tmp_path.rglob("config.yaml")
+    run(script, "fit", "--config", str(saved), cwd=tmp_path)
+    first, second = (path.read_text(encoding="utf-8") for path in tmp_path.rglob("metrics.csv"))
+    assert "train_loss" in first
+    assert first == second
+
+
+def test_parameters_of_the_papers_network(fashion):
     """The network has the paper's 111,050 parameters."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from fashion import PaperNet  # noqa: PLC0415  # importable only now
+    convolutions = (25 + 1) * 30 + (30 * 25 + 1) * 60 + (60 * 9 + 1) * 100
+    assert convolutions + (100 + 1) * 100 + (100 + 1) * 10 == 111_050
+    assert sum(p.numel() for p in fashion.PaperNet().parameters()) == 111_050
 
-    assert sum(p.numel() for p in PaperNet().parameters()) == 111_050
+
+def test_validation_and_test_measure_the_accuracy(fashion, tmp_path):
+    """Both report the share of the 1,000 test images that the network gets right."""
+    model, data = fashion.PaperNet(), fashion.FashionData()
+    trainer = quiet(root=tmp_path)
+    validated = trainer.validate(model, datamodule=data, verbose=False)
+    tested = trainer.test(model, datamodule=data, verbose=False)
+    with torch.no_grad():
+        right = model.eval().net(data.test_set.images).argmax(1) == data.test_set.labels
+    assert len(right) == 1000
+    assert validated[0]["accuracy"] == tested[0]["accuracy"] == pytest.approx(right.double().mean().item())
 
 
-def test_original_files_are_read(tmp_path, monkeypatch):
-    """The four original files are read as they are: sizes from their headers, bytes in order."""
-    import gzip  # noqa: PLC0415
+def test_images_that_come_with_the_examples(fashion):
+    """600 training and 100 test images of each class, scaled to [0, 1] and normalised as the paper does."""
+    data = fashion.FashionData()
+    data.setup("fit")
+    for images, per_class in ((data.train_set, 600), (data.test_set, 100)):
+        assert images.labels.bincount().tolist() == [per_class] * 10
+        assert images.images.shape == (10 * per_class, 1, 28, 28)
+        assert images.images.aminmax() == pytest.approx(((0 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081))
 
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from fashion import read_idx  # noqa: PLC0415
 
-    header = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (2, 2, 3))
-    with gzip.open(tmp_path / "x.gz", "wb") as file:
-        file.write(header + bytes(range(12)))
-    assert read_idx(tmp_path / "x.gz").tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+def test_training_images_are_mirrored_at_random(fashion):
+    """A training image comes as it is or mirrored, each about half of the time; a test image comes as it is."""
+    data = fashion.FashionData()
+    data.setup("fit")
+    torch.manual_seed(0)
+    mirrored = 0
+    for index in range(400):
+        image, label = data.train_set[index]
+        stored = data.train_set.images[index]
+        assert label == data.train_set.labels[index]
+        assert torch.equal(image, stored) or torch.equal(image, stored.flip(-1))
+        mirrored += not torch.equal(image, stored)
+        assert torch.equal(data.test_set[index][0], data.test_set.images[index])
+    assert 160 < mirrored < 240  # 200 ± 4 · 10, the standard deviation
+
+
+def idx(path: Path, *shape: int, first: int) -> None:
+    """Write bytes that count up, in the original files' format."""
+    header = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
+    with gzip.open(path, "wb") as file:
+        file.write(header + bytes(range(first, first + math.prod(shape))))
+
+
+def test_original_files_are_read(fashion, tmp_path):
+    """The four original files are read as they are: sizes from their headers, bytes in order, each in its place."""
+    idx(tmp_path / "train-images-idx3-ubyte.gz", 2, 2, 3, first=0)
+    idx(tmp_path / "train-labels-idx1-ubyte.gz", 2, first=20)
+    idx(tmp_path / "t10k-images-idx3-ubyte.gz", 1, 2, 3, first=30)
+    idx(tmp_path / "t10k-labels-idx1-ubyte.gz", 1, first=40)
+    arrays = fashion.FashionData(data=str(tmp_path)).arrays()
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "train_images": [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]],
+        "train_labels": [20, 21],
+        "test_images": [[[30, 31, 32], [33, 34, 35]]],
+        "test_labels": [40],
+    }
 
 
 def _python_blocks() -> list[str]:

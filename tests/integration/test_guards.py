@@ -8,24 +8,28 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from models import Indexed, Recorder, adapt, fit, loader
+from models import Indexed, Recorder, adapt, fit, loader, quiet
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from lightning_adabatch import AdaptiveBatchSize
+from lightning_adabatch.loader import ElasticLoader
 
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter([self[0]] * 8)
-
-    def __getitem__(self, index):
-        return Indexed(1)[0]
+        return iter([Indexed(1)[0]] * 8)
 
 
 class OwnIter(DataLoader):
     def __iter__(self):
         return super().__iter__()
+
+
+class OwnIterator(DataLoader):
+    def _get_iterator(self):
+        return super()._get_iterator()
 
 
 class Buckets(BatchSampler):
@@ -37,19 +41,124 @@ class Unsized(Sampler):
         return iter(range(8))
 
 
+class Batches:
+    def __iter__(self):
+        return iter([torch.zeros(4)])
+
+
+def refused(match, *, module=None, train=None, callbacks=(), ours=None, **kwargs):
+    """Fit, see it refused before the first batch with a remedy, and see everything given back; return the message."""
+    module = Recorder() if module is None else module
+    trainer = quiet([adapt(4) if ours is None else ours, *callbacks], **kwargs)
+    try:
+        with pytest.raises(MisconfigurationException, match=match) as caught:
+            trainer.fit(module, train)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert module.batches == []
+    assert "process_dataloader" not in vars(trainer.strategy)
+    assert "setup_data" not in vars(trainer.fit_loop)
+    made = trainer.fit_loop._combined_loader
+    assert made is None or not any(isinstance(one, ElasticLoader) for one in made.flattened)
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in trainer.optimizers)
+    return str(caught.value)
+
+
+DATA = Indexed(8)
+LOADERS = {
+    "iterable": (
+        lambda: DataLoader(Stream(), 4),
+        r"the iterable data set Stream yet\. What to do: use a map-style data set, or .*adapt='lr'",
+    ),
+    "no batches": (lambda: DataLoader(DATA, batch_size=None), r"batch_size=None\)\. What to do: set a batch_size"),
+    "own iter": (lambda: OwnIter(DATA, 4), "OwnIter, which overrides __iter__.* use a plain DataLoader"),
+    "own iterator": (lambda: OwnIterator(DATA, 4), "OwnIterator, which overrides _get_iterator.* a plain DataLoader"),
+    "own batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 4, drop_last=False)),
+        r"the batch sampler Buckets yet\. What to do: pass sampler=\.\.\. and batch_size=\.\.\.",
+    ),
+    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "the batch sampler list yet"),
+    "no length": (lambda: DataLoader(DATA, 4, sampler=Unsized()), "the sampler Unsized, .* give it a __len__"),
+    "any order": (lambda: DataLoader(DATA, 4, num_workers=1, in_order=False), "in_order=False.* remove in_order"),
+    "not a loader": (Batches, r"the train loader Batches: .* pass a torch\.utils\.data\.DataLoader"),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_refused_loaders(name, tmp_path):
+    """C43, C46, C83: the message names the loader, and says what to do."""
+    make, match = LOADERS[name]
+    refused(match, train=make(), root=tmp_path)
+
+
+def test_several_loaders_are_refused(tmp_path):
+    """A dict of loaders is refused by their number, and the loaders are as they were."""
+    train = {"a": loader(8, 4), "b": loader(8, 2)}
+    refused("2 train loaders yet.* train on one DataLoader", train=train, root=tmp_path)
+    assert [type(one.batch_sampler) for one in train.values()] == [BatchSampler] * 2
+
+
+FIXED_LOADERS = {
+    "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
+    "iterable": (lambda: DataLoader(Stream(), 4), r"Stream yet\. What to do: use a map-style data set\."),
+    "not a loader": (Batches, "the train loader Batches"),
+    "own batch sampler": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "the batch sampler list"),
+}
+
+
+@pytest.mark.parametrize("name", FIXED_LOADERS)
+def test_adapt_lr_refuses_what_it_cannot_count(name, tmp_path):
+    """adapt="lr" needs a loader of which the batch size is known."""
+    make, match = FIXED_LOADERS[name]
+    refused(match, train=make(), ours=adapt(4, adapt="lr"), root=tmp_path)
+
+
+@pytest.mark.parametrize("kind", [OwnIter, OwnIterator])
+def test_adapt_lr_takes_loaders_that_iterate_in_their_own_way(kind, tmp_path):
+    """adapt="lr" leaves the loader alone, so what it overrides does not matter."""
+    module = Recorder()
+    fit(module, kind(DATA, 4), callbacks=[adapt(4, 8, adapt="lr")], epochs=1, root=tmp_path)
+    assert [(batch.size, batch.lr) for batch in module.batches] == [(4, 0.1), (4, 0.05)]
+
+
+class Replaces(pl.Callback):
+    """Puts its own function in the place of ours."""
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.strategy.process_dataloader = lambda dataloader: dataloader
+
+
+CALLBACKS = {
+    "GradientAccumulationScheduler": lambda: cb.GradientAccumulationScheduler({0: 1, 1: 4}),
+    "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(0.1),
+    "WeightAveraging": cb.WeightAveraging,
+    "BatchSizeFinder": cb.BatchSizeFinder,
+    "LearningRateFinder": cb.LearningRateFinder,
+    "BackboneFinetuning": cb.BackboneFinetuning,
+    "two AdaptiveBatchSize callbacks": lambda: adapt(8),
+    "a callback that replaces the train loader": Replaces,
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_refused_callbacks(name, tmp_path):
+    """C82, C60: callbacks that change what we change are refused by name."""
+
+    class WithLoader(Recorder):
+        batch_size = 4
+
+        def train_dataloader(self):
+            return loader(8, self.batch_size)
+
+    message = refused(name, module=WithLoader(), callbacks=[CALLBACKS[name]()], root=tmp_path)
+    assert "What to do: " in message
+
+
 class Manual(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-
-
-class TwoOptimizers(Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
 class NoOptimizer(Recorder):
@@ -62,65 +171,10 @@ class TakesIterator(Recorder):
         raise AssertionError
 
 
-DATA = Indexed(8)
-LOADERS = {
-    "iterable": (lambda: DataLoader(Stream(), 4), "the iterable data set Stream"),
-    "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
-    "own iter": (lambda: OwnIter(DATA, 4), "OwnIter, which overrides __iter__"),
-    "own batch sampler": (
-        lambda: DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 4, drop_last=False)),
-        "the batch sampler Buckets",
-    ),
-    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "the batch sampler list"),
-    "no length": (lambda: DataLoader(DATA, 4, sampler=Unsized()), "the sampler Unsized, which has no length"),
-    "any order": (lambda: DataLoader(DATA, 4, num_workers=1, in_order=False), "in_order=False"),
-    "not a loader": (lambda: [torch.zeros(4)], "the train loader Tensor|train loader"),
-    "two loaders": (lambda: {"a": loader(8, 4), "b": loader(8, 4)}, "2 train loaders"),
-}
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_refused_loaders(name, tmp_path):
-    """The message names the loader, and says what to do."""
-    make, match = LOADERS[name]
-    module = Recorder()
-    with pytest.raises(MisconfigurationException, match=match) as caught:
-        fit(module, make(), callbacks=[adapt(4)], root=tmp_path)
-    assert "What to do: " in str(caught.value)
-    assert module.batches == []
-
-
-CALLBACKS = {
-    "GradientAccumulationScheduler": lambda: cb.GradientAccumulationScheduler({0: 1, 1: 4}),
-    "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(0.1),
-    "WeightAveraging": cb.WeightAveraging,
-    "BatchSizeFinder": cb.BatchSizeFinder,
-    "LearningRateFinder": cb.LearningRateFinder,
-    "BackboneFinetuning": cb.BackboneFinetuning,
-}
-
-
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_refused_callbacks(name, tmp_path):
-    """Callbacks that change what we change are refused by name."""
-
-    class WithLoader(Recorder):
-        batch_size = 4
-
-        def train_dataloader(self):
-            return loader(8, self.batch_size)
-
-    module = WithLoader()
-    with pytest.raises(MisconfigurationException, match=name):
-        fit(module, None, callbacks=[adapt(4), CALLBACKS[name]()], root=tmp_path)
-    assert module.batches == []
-
-
 MODULES = {
-    "manual": (Manual, "manual optimization"),
-    "two optimizers": (TwoOptimizers, "manual optimization"),
-    "no optimizer": (NoOptimizer, "0 optimizers"),
-    "dataloader_iter": (TakesIterator, r"training_step\(dataloader_iter\)"),
+    "manual": (Manual, "manual optimization yet.* set automatic_optimization = True"),
+    "no optimizer": (NoOptimizer, "0 optimizers yet.* return one optimizer"),
+    "dataloader_iter": (TakesIterator, r"training_step\(dataloader_iter\).* take batch and batch_idx"),
 }
 
 
@@ -130,25 +184,27 @@ MODULES = {
 def test_refused_modules(name, tmp_path):
     """Ways of training that are not supported are refused by name."""
     kind, match = MODULES[name]
-    module = kind()
-    with pytest.raises(MisconfigurationException, match=match):
-        fit(module, loader(8, 4), callbacks=[adapt(4)], root=tmp_path)
-    assert module.batches == []
+    train = loader(8, 4)
+    refused(match, module=kind(), train=train, root=tmp_path)
+    assert (type(train.batch_sampler), train.batch_size, len(train)) == (BatchSampler, 4, 2)
 
 
-def test_accumulation_is_refused(tmp_path):
-    """accumulate_grad_batches is refused by name."""
-    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=4"):
-        fit(Recorder(), loader(8, 4), callbacks=[adapt(4)], accumulate_grad_batches=4, root=tmp_path)
+def half():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
-def test_several_devices_are_refused(tmp_path):
-    """A strategy of several processes is refused by name."""
-    try:
-        with pytest.raises(MisconfigurationException, match="DDPStrategy"):
-            fit(Recorder(), loader(8, 4), callbacks=[adapt(4)], strategy="ddp", devices=1, root=tmp_path)
-    finally:
-        torch.distributed.destroy_process_group()
+TRAINERS = {
+    "accumulation": (lambda: {"accumulate_grad_batches": 4}, r"accumulate_grad_batches=4\) yet.* set acc.*=1"),
+    "strategy": (lambda: {"strategy": "ddp", "devices": 1}, r"DDPStrategy on 1 device\(s\) yet.* train on one"),
+    "scaler": (lambda: {"plugins": [half()]}, "precision='16-mixed' yet.* use precision='bf16-mixed'"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_refused_trainers(name, tmp_path):
+    """C82: accumulation, several processes and a gradient scaler are refused by name."""
+    make, match = TRAINERS[name]
+    refused(match, train=loader(8, 4), root=tmp_path, **make())
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -156,15 +212,7 @@ def test_resume_is_refused(tmp_path):
     """A fit from a checkpoint is refused: it would not find its place in the epoch."""
     saved = ModelCheckpoint(tmp_path, filename="c")
     fit(Recorder(), loader(8, 4), callbacks=[adapt(4), saved], enable_checkpointing=True, epochs=1)
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[adapt(4)],
-    )
+    trainer = quiet([adapt(4)])
     with pytest.raises(MisconfigurationException, match="resuming a fit from a checkpoint"):
         trainer.fit(Recorder(), loader(8, 4), ckpt_path=saved.best_model_path)
     trainer.validate(Recorder(), loader(8, 4), ckpt_path=saved.best_model_path, verbose=False)
@@ -183,10 +231,8 @@ BOUNDS = {
 def test_initial_size_out_of_bounds(name, tmp_path):
     """The initial size must be within the bounds; the message says both and what to change."""
     arguments, match = BOUNDS[name]
-    module, train = Recorder(), loader(8, 4)
-    with pytest.raises(MisconfigurationException, match=match):
-        fit(module, train, callbacks=[AdaptiveBatchSize(**arguments)], root=tmp_path)
-    assert module.batches == []
+    train = loader(8, 4)
+    refused(match, train=train, ours=AdaptiveBatchSize(**arguments), root=tmp_path)
     assert (train.batch_size, len(train)) == (4, 2)
 
 
@@ -195,9 +241,3 @@ def test_device_limit_that_is_never_reached(tmp_path):
     module = Recorder()
     fit(module, loader(16, 4), callbacks=[adapt(4, 8, max_batch_size=8, max_device_batch_size=8)], epochs=1)
     assert module.sizes == [4, 8, 4]
-
-
-def test_adapt_lr_refuses_what_it_cannot_count(tmp_path):
-    """adapt="lr" needs a loader of which the batch size is known."""
-    with pytest.raises(MisconfigurationException, match="batch_size=None"):
-        fit(Recorder(), DataLoader(DATA, batch_size=None), callbacks=[adapt(4, adapt="lr")], root=tmp_path)

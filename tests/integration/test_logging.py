@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import csv
+import math
 
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from models import Recorder, adapt, fit, loader
+from models import Recorder, Scripted, Sizes, adapt, fit, loader, observe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
@@ -27,12 +28,14 @@ def series(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in accumulator.Scalars(f"adabatch/{tag}")]
 
 
-def test_tensorboard_axis_is_updates(tmp_path):
-    """C26: steps strictly increase to the number of updates, and the value at each is the size trained."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tensorboard_axis_is_updates(workers, tmp_path):
+    """C26, C06: steps strictly increase to the number of updates, and the value at each is the size trained."""
     module = Recorder()
     logger = TensorBoardLogger(tmp_path, version="run")
     callback = adapt(4, 4, 8, 16, max_batch_size=8)
-    fit(module, loader(42, 4), loader(8, 8), callbacks=[callback], logger=logger, log_every_n_steps=1)
+    train = loader(42, 4, num_workers=workers)
+    fit(module, train, loader(8, 8), callbacks=[callback], logger=logger, log_every_n_steps=1)
     logged = events(logger.log_dir)
     assert set(logged.Tags()["scalars"]) >= TAGS
     assert series(logged, "batch_size") == list(enumerate(module.sizes, start=1))
@@ -42,6 +45,38 @@ def test_tensorboard_axis_is_updates(tmp_path):
     factors = [value for _, value in series(logged, "lr_factor")]
     assert factors == [batch.lr / 0.1 for batch in module.batches]
     assert [value for _, value in series(logged, "damping")][:4] == [1.0, 1.0, 2.0, 4.0]
+    # What says nothing here is not written: nothing was measured or skipped, and there is one device.
+    ours = {tag for tag in logged.Tags()["scalars"] if tag.startswith("adabatch/")}
+    assert ours == TAGS
+
+
+def test_skipped_and_finite_values(tmp_path):
+    """C74, C21: adabatch/skipped appears with the first loss that is dropped, and no value is ever NaN or infinite."""
+    logger = TensorBoardLogger(tmp_path, version="run")
+    module = Scripted([1.0, 1.0, math.nan, 1.0, math.inf, 1.0, 0.0])
+    train = loader(400, 4)
+    observe(module, train, RadaDamp(rho=0.0), epochs=-1, max_steps=12, logger=logger, log_every_n_steps=1)
+    logged = events(logger.log_dir)
+    assert series(logged, "skipped") == [(3, 1), (4, 1)] + [(k, 2) for k in range(5, 13)]
+    tags = [tag for tag in logged.Tags()["scalars"] if tag.startswith("adabatch/")]
+    assert {"adabatch/loss", "adabatch/grad_norm_sq", "adabatch/damping"} < set(tags)
+    for tag in tags:
+        assert all(math.isfinite(event.value) for event in logged.Scalars(tag)), tag
+    assert series(logged, "damping")[-1][1] > 1.0
+
+
+def test_last_observation_stands_in_for_an_estimate(tmp_path):
+    """For a rule without an estimate of its own, what it measures is logged as it is, and nothing else."""
+
+    class Ask(Sizes):
+        requires = frozenset({"loss"})
+
+    logger = TensorBoardLogger(tmp_path, version="run")
+    module = Scripted([3.0, 2.0, 1.0])
+    fit(module, loader(12, 4), callbacks=[AdaptiveBatchSize(Ask([4]))], epochs=1, logger=logger, log_every_n_steps=1)
+    logged = events(logger.log_dir)
+    assert series(logged, "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert "adabatch/grad_norm_sq" not in logged.Tags()["scalars"]
 
 
 def test_tensorboard_layout(tmp_path):
@@ -90,6 +125,24 @@ def test_last_update_of_a_run_cut_by_max_steps(tmp_path):
     logger = TensorBoardLogger(tmp_path, version="run")
     fit(Recorder(), loader(64, 4), callbacks=[adapt(4)], max_steps=7, logger=logger, log_every_n_steps=5)
     assert [step for step, _ in series(events(logger.log_dir), "batch_size")] == [5, 7]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["stopped before us", "stopped behind us"])
+def test_last_update_of_a_run_that_is_stopped(before, tmp_path):
+    """The last update of an epoch that should_stop ends early is logged."""
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 3
+
+    logger = TensorBoardLogger(tmp_path, version="run")
+    module = Recorder()
+    callbacks = [Stops(), adapt(4)] if before else [adapt(4), Stops()]
+    fit(module, loader(64, 4), callbacks=callbacks, epochs=1, logger=logger, log_every_n_steps=5)
+    assert len(module.batches) == 4
+    logged = events(logger.log_dir)
+    assert "adabatch/batch_size" in logged.Tags()["scalars"]
+    assert [step for step, _ in series(logged, "batch_size")] == [4]
 
 
 def test_monitors_and_two_loggers(tmp_path):

@@ -11,6 +11,8 @@ from models import Recorder, Scripted, loader, observe
 
 from lightning_adabatch import RadaDamp
 
+FIXED = {"min_batch_size": 4, "max_batch_size": 4}
+
 # Lightning says so once in a process, so that only one test would see it.
 skips_are_announced = pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 
@@ -72,7 +74,7 @@ def test_step_without_loss(tmp_path):
         def loss(self, x, y):
             return None if len(self.batches) % 3 == 0 else super().loss(x, y)
 
-    ours, _ = observe(Net(), loader(36, 4), root=tmp_path)
+    ours, _ = observe(Net(), loader(36, 4), ours=FIXED, root=tmp_path)
     assert (ours.updates, ours.samples, ours._controller.skipped) == (6, 36, 3)
 
 
@@ -95,7 +97,7 @@ def test_step_that_returns_a_dict(tmp_path):
         def training_step(self, batch, batch_idx):
             return {"loss": super().training_step(batch, batch_idx), "extra": 1}
 
-    ours, watch = observe(Net(), loader(20, 4), root=tmp_path)
+    ours, watch = observe(Net(), loader(20, 4), ours=FIXED, root=tmp_path)
     assert ours.updates == 5
     assert watch.observations[0].loss > 0
 

@@ -120,6 +120,15 @@ def test_scaling_below_the_cap(optimizer, rule, factor, tmp_path):
     assert [batch.lr for batch in module.batches] == pytest.approx([0.1, 0.1] + [0.1 * factor] * 4)
 
 
+def test_scaling_and_the_cap(tmp_path):
+    """With lr_scaling both factors hold: 8/4 for growth to the cap, times 8/wanted beyond it."""
+    module = Recorder()
+    callback = adapt(4, 8, 16, 64, max_batch_size=8, lr_scaling="linear")
+    fit(module, loader(28, 4), callbacks=[callback], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 8, 8, 8]
+    assert [batch.lr for batch in module.batches] == pytest.approx([0.1, 0.2, 0.1, 0.025])
+
+
 def test_adapt_lr_leaves_the_loader_alone(tmp_path):
     """adapt="lr": the batch size and the counts stay, the LR takes all of the damping, tails are counted."""
     module = Recorder()

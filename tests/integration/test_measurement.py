@@ -12,6 +12,8 @@ from models import Recorder, Scripted, Sizes, adapt, fit, loader, observe
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 
+FIXED = {"min_batch_size": 4, "max_batch_size": 4}
+
 
 def test_loss_and_norm_are_those_of_the_update(tmp_path):
     """The observation is the loss that training_step returned, and the squared norm of its gradient."""
@@ -28,7 +30,7 @@ def test_loss_and_norm_are_those_of_the_update(tmp_path):
             return loss
 
     losses = []
-    _, watch = observe(Net(), loader(20, 4), ours={"max_batch_size": 4}, root=tmp_path)
+    _, watch = observe(Net(), loader(20, 4), ours=FIXED, root=tmp_path)
     assert [o.loss for o in watch.observations] == pytest.approx(losses, rel=1e-6)
     assert [o.grad_norm_sq for o in watch.observations] == pytest.approx(expected, rel=1e-5)
     assert [o.batch_size for o in watch.observations] == [4, 4, 4, 4, 4]
@@ -98,7 +100,7 @@ def test_lbfgs_counts_one_update(tmp_path):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 
-    ours, watch = observe(Net(), loader(20, 4), root=tmp_path)
+    ours, watch = observe(Net(), loader(20, 4), ours=FIXED, root=tmp_path)
     assert ours.updates == 5
     assert len(first) > 5
     expected = [next(loss for step, loss in first if step == k) for k in range(5)]
@@ -106,10 +108,15 @@ def test_lbfgs_counts_one_update(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dwell", "wait", "decided"),
-    [(1, 0, [0, 1, 2, 3, 4, 5, 6]), (3, 0, [0, 3, 6]), (1, 4, [4, 5, 6]), (3, 4, [6])],
+    ("dwell", "wait", "decided", "sizes"),
+    [
+        (1, 0, [0, 1, 2, 3, 4, 5, 6, 7], [5, 6, 7, 8, 9, 10, 11]),
+        (3, 0, [0, 3, 6], [5, 5, 5, 8, 8, 8, 11]),
+        (1, 4, [4, 5, 6, 7], [4, 4, 4, 4, 9, 10, 11]),
+        (3, 4, [6], [4, 4, 4, 4, 4, 4, 11]),
+    ],
 )
-def test_dwell_and_wait(dwell, wait, decided, tmp_path):
+def test_dwell_and_wait(dwell, wait, decided, sizes, tmp_path):
     """Decisions fall at count 0 and at multiples of dwell, both only from ``wait`` updates on."""
     asked = []
 
@@ -118,14 +125,16 @@ def test_dwell_and_wait(dwell, wait, decided, tmp_path):
             asked.append(progress.updates)
             return super().damping(state, progress)
 
-    ours = AdaptiveBatchSize(Ask([4]), dwell=dwell, wait=wait)
-    fit(Recorder(), loader(24, 4), callbacks=[ours], epochs=1, root=tmp_path)
+    module = Recorder()
+    ours = AdaptiveBatchSize(Ask([5, 6, 7, 8, 9, 10, 11, 12]), dwell=dwell, wait=wait)
+    fit(module, loader(200, 4), callbacks=[ours], max_steps=7, root=tmp_path)
     assert asked == decided
+    assert module.sizes == sizes
 
 
 def test_bfloat16(tmp_path):
     """bf16-mixed trains and measures."""
-    ours, watch = observe(Recorder(), loader(20, 4), precision="bf16-mixed", root=tmp_path)
+    ours, watch = observe(Recorder(), loader(20, 4), ours=FIXED, precision="bf16-mixed", root=tmp_path)
     assert ours.updates == 5
     assert watch.observations[0].grad_norm_sq > 0
 

@@ -13,19 +13,53 @@ from models import Recorder, adapt, fit, loader
 from lightning_adabatch import AdaptiveBatchSize, Constant
 
 
-@pytest.mark.parametrize("samples", [37, 40, 64])
+def plain_and_constant(train, root, **kwargs):
+    """Return the run of plain Lightning and that with a constant size: validations, and what each batch was told."""
+    runs = []
+    for callbacks in ([], [AdaptiveBatchSize(Constant())]):
+        module = Recorder()
+        fit(module, train(), loader(8, 8), callbacks=callbacks, root=root, **kwargs)
+        batches = [(batch.epoch, batch.indices, batch.planned, batch.last) for batch in module.batches]
+        runs.append((module.validations, batches))
+    assert runs[0][0], "there must be validations, or the test says nothing"
+    return runs
+
+
+@pytest.mark.parametrize("samples", [37, 40])
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.3, 0.5, 0.7, 0.99, 1.0])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_constant_size_gives_the_points_of_lightning(samples, fraction, drop_last, tmp_path):
     """C50: at a constant size a fraction validates exactly where plain Lightning does."""
-    points = []
-    for callbacks in ([], [AdaptiveBatchSize(Constant())]):
-        module = Recorder()
-        train = loader(samples, 4, drop_last=drop_last)
-        fit(module, train, loader(8, 8), callbacks=callbacks, val_check_interval=fraction, root=tmp_path)
-        points.append(module.validations)
-    assert points[0] == points[1]
-    assert points[0]
+    runs = plain_and_constant(
+        lambda: loader(samples, 4, drop_last=drop_last), tmp_path, val_check_interval=fraction, log_every_n_steps=1
+    )
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("limit", [7, 0.5, 0.77])
+@pytest.mark.parametrize("interval", [1.0, 0.4, 3])
+def test_limited_epochs_at_constant_size(limit, interval, tmp_path):
+    """limit_train_batches, a number or a share, ends and validates the epochs where plain Lightning does."""
+    runs = plain_and_constant(lambda: loader(42, 4), tmp_path, val_check_interval=interval, limit_train_batches=limit)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"val_check_interval": 4},
+        {"val_check_interval": 7, "check_val_every_n_epoch": None, "epochs": 3},
+        {"check_val_every_n_epoch": 2, "epochs": 4},
+        {"max_steps": 15},
+        {"fast_dev_run": 3},
+        {"overfit_batches": 3},
+    ],
+    ids=lambda flags: next(iter(flags)) + str(len(flags)),
+)
+def test_flags_at_constant_size(flags, tmp_path):
+    """Flags that count batches, epochs or steps mean what they mean without the callback."""
+    runs = plain_and_constant(lambda: loader(42, 4), tmp_path, **flags)
+    assert runs[0] == runs[1]
 
 
 def test_half_of_the_data_after_growth(tmp_path):
@@ -35,6 +69,22 @@ def test_half_of_the_data_after_growth(tmp_path):
     fit(module, loader(64, 4), loader(8, 8), callbacks=[callback], val_check_interval=0.5, root=tmp_path)
     assert module.sizes == [4, 4, 4, 4, 16, 16, 16] + [16] * 4
     assert module.validations == [5, 7, 9, 11]  # 32 samples: 4 · 4 + 16
+
+
+def test_quarters_of_the_data_after_shrinking(tmp_path):
+    """C50: with 0.25 and 16 to 4 validation follows every 16 samples: batches 1, 5, 9, 13, then every fourth."""
+    module = Recorder()
+    fit(module, loader(64, 16), loader(8, 8), callbacks=[adapt(16, 4)], val_check_interval=0.25, root=tmp_path)
+    assert module.validations == [1, 5, 9, 13, *(13 + k for k in (4, 8, 12, 16))]
+
+
+def test_a_batch_that_crosses_several_points(tmp_path):
+    """Points every 8 samples and batches 4, 4, 4, 32, 20: one validation after the batch that crosses, if any."""
+    module = Recorder()
+    callback = adapt(4, 4, 4, 32)
+    fit(module, loader(64, 4), loader(8, 8), callbacks=[callback], epochs=1, val_check_interval=0.125, root=tmp_path)
+    assert module.sizes == [4, 4, 4, 32, 20]
+    assert module.validations == [2, 4, 5]
 
 
 def test_dropped_tail_keeps_the_last_validation(tmp_path):

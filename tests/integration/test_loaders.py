@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where loaders come from, what is asked of them while they train, and the loaders that are not ours."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import Indexed, Recorder, adapt, fit, loader
+from torch.utils.data import DataLoader
+
+
+def test_size_is_kept_over_a_reload(tmp_path):
+    """C39: with a new loader every epoch the size goes on, and each is asked for once."""
+    asked = []
+
+    class Net(Recorder):
+        def train_dataloader(self):
+            asked.append(1)
+            return loader(64, 4)
+
+        def val_dataloader(self):
+            return loader(8, 8)
+
+    module = Net()
+    fit(module, None, callbacks=[adapt(4, 16)], epochs=3, reload_dataloaders_every_n_epochs=1, root=tmp_path)
+    assert [module.sizes_in(epoch)[0] for epoch in range(3)] == [4, 16, 16]
+    assert len(asked) == 3
+    assert len(module.validations) == 3
+
+
+@pytest.mark.parametrize("where", ["hard-coded", "bs", "fit", "module"])
+def test_wherever_the_loader_comes_from(where, tmp_path):
+    """C37, C36: the initial size is the loader's, from a datamodule, the module or fit; attributes are left alone."""
+
+    class Data(pl.LightningDataModule):
+        bs = 4
+
+        def train_dataloader(self):
+            return DataLoader(Indexed(64), batch_size=self.bs if where == "bs" else 4)
+
+    class WithLoader(Recorder):
+        def train_dataloader(self):
+            return loader(64, 4)
+
+    module = WithLoader() if where == "module" else Recorder()
+    train = {"fit": loader(64, 4), "module": None}.get(where, Data())
+    fit(module, train, callbacks=[adapt(4, 8)], epochs=1, root=tmp_path)
+    assert module.sizes == [4] + [8] * 7 + [4]
+    assert Data.bs == 4
+
+
+def test_loader_asked_for_before_our_setup(tmp_path):
+    """A callback that reads estimated_stepping_batches in its setup does not keep the plain loader in place."""
+
+    class Early(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.steps = trainer.estimated_stepping_batches
+
+    early, module = Early(), Recorder()
+    fit(module, loader(64, 4), loader(8, 8), callbacks=[early, adapt(4, 16)], root=tmp_path)
+    assert early.steps == 2 * 16
+    assert module.sizes == [4, 16, 16, 16, 12] + [16] * 4
+    assert module.validations == [5, 9]
+
+
+def test_planned_schedule_with_growth(tmp_path):
+    """C19: OneCycleLR over estimated_stepping_batches is planned at the initial size and survives growth."""
+
+    class Net(Recorder):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.total = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=self.total)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module = Net()
+    fit(module, loader(64, 4), callbacks=[adapt(4, 4, 16)], root=tmp_path)
+    assert module.total == 32
+    assert len(module.batches) < 32
+
+
+def test_looking_at_a_batch_leaves_the_epoch_alone(tmp_path):
+    """Users' code may take a batch of trainer.train_dataloader at any time."""
+
+    class Peek(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            next(iter(trainer.train_dataloader))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert len(next(iter(trainer.train_dataloader))[0]) == trainer.train_dataloader.batch_size
+
+    module = Recorder()
+    fit(module, loader(64, 4, shuffle=True), loader(8, 8), callbacks=[adapt(4, 4, 8), Peek()], root=tmp_path)
+    assert module.seen_in(0) == module.seen_in(1) == dict.fromkeys(range(64), 1)
+    assert len(module.validations) == 2
+
+
+def test_loader_in_use_answers_like_a_data_loader(tmp_path):
+    """C48: size, length and settings of the loader in use can be read at any time; len is delivered and to come."""
+    lengths = []
+
+    class Net(Recorder):
+        def training_step(self, batch, batch_idx):
+            train = self.trainer.train_dataloader
+            assert train.batch_sampler.batch_size == train.batch_size == len(batch[0])
+            assert (train.num_workers, train.pin_memory, len(train.dataset)) == (0, False, 64)
+            lengths.append(len(train))
+            return super().training_step(batch, batch_idx)
+
+    fit(Net(), loader(64, 4), callbacks=[adapt(4, 4, 4, 4, 16)], epochs=1, root=tmp_path)
+    assert lengths == [16] * 4 + [7] * 3
+
+
+def test_other_loaders_are_untouched(tmp_path):
+    """C38: validation, test and predict keep their own sizes, and add no observations."""
+
+    class Net(Recorder):
+        def test_step(self, batch, batch_idx):
+            self.validation_sizes.append(len(batch[0]))
+
+        def predict_step(self, batch, batch_idx):
+            self.validation_sizes.append(len(batch[0]))
+            return batch[0]
+
+    module, ours = Net(), adapt(4, 8, 16, 4, 32, 8)
+    trainer = fit(module, loader(80, 4), loader(50, 10), callbacks=[ours], root=tmp_path)
+    count = ours.updates
+    assert module.validation_sizes == [10] * (2 + 2 * 5)  # two of them in the sanity check
+    module.validation_sizes.clear()
+    trainer.test(module, loader(30, 10), verbose=False)
+    trainer.predict(module, loader(20, 10))
+    trainer.validate(module, loader(10, 10), verbose=False)
+    assert module.validation_sizes == [10] * (3 + 2 + 1)
+    assert ours.updates == count == len(module.batches)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meter: one row per update, measured on the device, against sums written out."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_adabatch.meter import MEASURES, Meter, grad_norm
+from lightning_adabatch.policies import Observation
+
+VALUES = st.floats(-1e3, 1e3, width=32)
+UPDATES = st.lists(
+    st.tuples(VALUES, st.lists(st.lists(VALUES, max_size=4), max_size=4), st.integers(1, 512)), max_size=40
+)
+
+
+def tensors(gradients):
+    """Return gradients as tensors."""
+    return [torch.tensor(gradient, dtype=torch.float32) for gradient in gradients]
+
+
+def measure(meter, loss=0.5, gradients=((3.0,), (4.0,)), batch_size=8):
+    """Measure one update."""
+    meter.open()
+    meter.loss(torch.tensor(loss))
+    meter.gradients(tensors(gradients))
+    meter.close(batch_size)
+
+
+@settings(max_examples=100, deadline=None)
+@given(UPDATES, st.integers(1, 20))
+def test_rows_are_the_updates(updates, window):
+    """Any number of updates, read in windows of any length, come back in order with their losses and squared norms."""
+    meter, rows = Meter(MEASURES), []
+    for number, update in enumerate(updates, 1):
+        measure(meter, *update)
+        if number % window == 0:
+            rows += meter.read()
+    rows += meter.read()
+    assert len(rows) == len(updates)
+    for row, (loss, gradients, size) in zip(rows, updates, strict=True):
+        squares = math.fsum(value * value for gradient in gradients for value in gradient)
+        assert (row.loss, row.batch_size) == (loss, size)
+        assert math.isclose(row.grad_norm_sq, squares, rel_tol=1e-5, abs_tol=1e-30)
+
+
+@pytest.mark.parametrize("count", [16, 17, 127, 128, 129, 300, 600])
+@pytest.mark.parametrize("requires", [frozenset({"loss"}), frozenset({"grad_norm_sq"}), MEASURES], ids="+".join)
+def test_many_updates_between_two_reads(requires, count):
+    """However many updates there are between two reads, none is lost and none changes place."""
+    meter = Meter(requires)
+    for number in range(count):
+        measure(meter, float(number), [[float(number)]], number + 1)
+    loss, norm = "loss" in requires, "grad_norm_sq" in requires
+    assert meter.read() == [
+        Observation(float(n) if loss else None, float(n) ** 2 if norm else None, n + 1) for n in range(count)
+    ]
+    assert meter.read() == []
+    measure(meter)
+    assert meter.read() == [Observation(0.5 if loss else None, 9.0 + 16.0 if norm else None, 8)]
+
+
+def test_the_first_evaluation_counts():
+    """Where an optimizer evaluates several times in one update, the first loss and norm are the row's."""
+    meter = Meter(MEASURES)
+    meter.open()
+    for loss, gradient in [(1.0, 2.0), (3.0, 4.0)]:
+        meter.loss(torch.tensor(loss))
+        meter.gradients(tensors([[gradient]]))
+    meter.close(8)
+    assert meter.read() == [Observation(1.0, 2.0**2, 8)]
+
+
+def test_an_update_that_never_came_is_forgotten():
+    """What was measured for a batch that was no update does not stand in the next row."""
+    meter = Meter(MEASURES)
+    meter.open()
+    meter.loss(torch.tensor(9.0))
+    meter.gradients(tensors([[9.0]]))
+    measure(meter)
+    assert meter.read() == [Observation(0.5, 9.0 + 16.0, 8)]
+
+
+def test_an_open_row_is_not_read():
+    """What is measured when the rows are read, and not closed yet, belongs to the next read."""
+    meter = Meter(MEASURES)
+    measure(meter)
+    meter.open()
+    assert meter.read() == [Observation(0.5, 25.0, 8)]
+    meter.loss(torch.tensor(0.25))
+    meter.gradients(tensors([[1.0]]))
+    meter.close(4)
+    assert meter.read() == [Observation(0.25, 1.0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("requires", "expected"),
+    [
+        (frozenset(), Observation(None, None, 8)),
+        (frozenset({"loss"}), Observation(0.5, None, 8)),
+        (frozenset({"grad_norm_sq"}), Observation(None, 25.0, 8)),
+        (MEASURES, Observation(0.5, 25.0, 8)),
+    ],
+    ids=lambda value: "+".join(sorted(value)) or "nothing" if isinstance(value, frozenset) else "",
+)
+def test_what_is_not_required_is_not_measured(requires, expected):
+    """A measure that the policy does not ask for is None."""
+    meter = Meter(requires)
+    measure(meter)
+    assert meter.read() == [expected]
+
+
+class Untouchable:
+    """Stands for gradients that nobody may look at."""
+
+    def __iter__(self):
+        pytest.fail("a gradient was taken")
+
+    __getitem__ = __len__ = __bool__ = __iter__
+
+
+def test_gradients_are_not_looked_at_unless_required():
+    """Without a need for the norm, the gradients are not even gone through."""
+    Meter(frozenset({"loss"})).gradients(Untouchable())
+
+
+@pytest.mark.parametrize("missing", ["loss", "gradients", "both"])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_an_update_did_not_show_is_not_a_number(missing, first):
+    """An update without a loss or gradients has NaN there, never what another update measured."""
+    meter = Meter(MEASURES)
+    if not first:
+        measure(meter)
+        meter.read()
+        measure(meter)
+    meter.open()
+    if missing == "gradients":
+        meter.loss(torch.tensor(0.25))
+    if missing == "loss":
+        meter.gradients(tensors([[1.0]]))
+    meter.close(4)
+    measure(meter)
+    rows = meter.read()
+    found = rows.pop(0 if first else 1)
+    assert math.isnan(found.loss) == (missing != "gradients")
+    assert math.isnan(found.grad_norm_sq) == (missing != "loss")
+    assert rows == [Observation(0.5, 25.0, 8)] * (1 if first else 2)
+
+
+def test_a_loss_keeps_its_value():
+    """What is written later into the memory of a loss, as a captured graph does, does not change the row."""
+    meter, loss = Meter(MEASURES), torch.tensor(1.0)
+    meter.open()
+    meter.loss(loss)
+    loss.fill_(9.0)
+    meter.gradients(tensors([[1.0]]))
+    meter.close(1)
+    assert meter.read() == [Observation(1.0, 1.0, 1)]
+
+
+class Graph(torch.autograd.Function):
+    """Multiplies by one third, and keeps a token as long as the graph lives."""
+
+    token = None
+
+    @staticmethod
+    def forward(ctx, value):
+        ctx.token = Graph.token
+        return value / 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_rows_keep_no_graph(dtype):
+    """Neither a loss nor gradients that have a graph keep it alive until the rows are read."""
+    Graph.token = Untouchable()
+    alive = weakref.ref(Graph.token)
+    weight = torch.tensor(3.0, dtype=dtype, requires_grad=True)
+    meter = Meter(MEASURES)
+    meter.open()
+    meter.loss(Graph.apply(weight))
+    meter.gradients([Graph.apply(weight)])
+    meter.close(1)
+    Graph.token = None
+    assert alive() is None
+    assert meter.read() == [Observation(1.0, 1.0, 1)]
+
+
+def test_losses_keep_their_precision():
+    """A loss in double precision comes back unrounded."""
+    meter = Meter(frozenset({"loss"}))
+    meter.open()
+    meter.loss(torch.tensor(1 / 3, dtype=torch.float64))
+    meter.close(1)
+    assert meter.read() == [Observation(1 / 3, None, 1)]
+
+
+def test_values_that_are_not_finite_come_through():
+    """Infinite and undefined measurements are reported as they are: who reads them decides."""
+    meter = Meter(MEASURES)
+    measure(meter, math.inf, [[math.nan]])
+    [row] = meter.read()
+    assert row.loss == math.inf
+    assert math.isnan(row.grad_norm_sq)
+    measure(meter)
+    assert meter.read() == [Observation(0.5, 25.0, 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients_do_not_overflow(dtype):
+    """Gradients whose squares, and whose norm, do not fit half precision are summed in single precision."""
+    gradients = [torch.full((4,), 40960.0, dtype=dtype), torch.full((12,), 40960.0, dtype=dtype)]
+    norm = grad_norm(gradients)
+    assert norm.dtype == torch.float32
+    assert norm.item() == math.sqrt((4 + 12) * 40960.0**2)
+    assert grad_norm([torch.ones(3, dtype=dtype)]).item() == pytest.approx(math.sqrt(3), rel=1e-6)
+
+
+def test_gradients_of_mixed_precision():
+    """Gradients of several precisions count together."""
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    assert grad_norm([torch.tensor([2.0], dtype=kind) for kind in kinds]).item() == math.sqrt(4 * 2.0**2)
+
+
+def test_squared_norms_beyond_single_precision():
+    """A norm whose square does not fit single precision has a finite square all the same."""
+    meter = Meter(MEASURES)
+    measure(meter, gradients=[[2.0**70]])
+    assert meter.read()[0].grad_norm_sq == 2.0**140
+
+
+def test_sparse_gradients():
+    """A sparse gradient counts each place once, with the sum of what was added to it."""
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    # Row 1 is looked up twice, so its gradient is 2 everywhere; row 3 once.
+    embedding(torch.tensor([1, 3, 1])).sum().backward()
+    assert embedding.weight.grad.is_sparse
+    assert grad_norm([embedding.weight.grad, torch.tensor([1.0])]).item() == pytest.approx(
+        math.sqrt(2 * 2.0**2 + 2 * 1.0**2 + 1.0**2)
+    )
+
+
+@pytest.mark.parametrize("gradients", [[], [torch.zeros(3)], [torch.zeros(0)], [torch.zeros(0), torch.zeros(2, 2)]])
+def test_without_gradients_the_norm_is_zero(gradients):
+    """No gradient at all, and gradients that are zero or empty, have a norm of 0."""
+    meter = Meter(MEASURES)
+    meter.open()
+    meter.gradients(gradients)
+    meter.close(8)
+    assert meter.read()[0].grad_norm_sq == 0.0
+
+
+def test_complex_gradients():
+    """Complex gradients count with their absolute value."""
+    assert grad_norm([torch.tensor([3 + 4j, 0j])]).item() == pytest.approx(5.0)

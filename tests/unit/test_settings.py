@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback's arguments: which are refused, with what message, and what bounds they make."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_adabatch import AdaptiveBatchSize, Constant, Policy, RadaDamp
+from lightning_adabatch.controller import Cadence
+from lightning_adabatch.limits import Limits
+
+
+@dataclass(frozen=True)
+class Curious(Policy[None]):
+    """Ask for what nobody measures."""
+
+    requires = frozenset({"loss", "variance", "curvature"})
+
+    def damping(self, state: Any, progress: Any) -> float:
+        return 1.0
+
+
+def bounds(initial: int = 8, samples: int = 100, epoch: int | None = None, **arguments: Any) -> Limits:
+    """Return the limits of a run with these arguments."""
+    return AdaptiveBatchSize(Constant(), **arguments).settings.limits(initial, samples, epoch or samples)
+
+
+def integer(name: str, value: Any, least: int) -> tuple[dict[str, Any], str]:
+    """Return an argument that is no integer of its range, and how its message begins."""
+    return {name: value}, f"{name}={value!r} must be an integer >= {least}"
+
+
+LEAST = {"min_batch_size": 1, "dwell": 1, "wait": 0, "multiple_of": 1, "max_device_batch_size": 1, "max_batch_size": 1}
+
+REFUSED = [
+    *(integer(name, value, least) for name, least in LEAST.items() for value in (least - 1, -3, 2.5, "4", True)),
+    *(integer(name, None, least) for name, least in LEAST.items() if not name.startswith("max")),
+    *(integer(name, math.inf, least) for name, least in LEAST.items() if name != "max_batch_size"),
+    *(integer(name, 64.0, least) for name, least in LEAST.items() if name != "max_batch_size"),
+    *(integer("max_batch_size", value, 1) for value in (math.nan, -math.inf)),
+    ({"policy": "RadaDamp"}, "policy='RadaDamp' must be an instance of a Policy, such as RadaDamp()."),
+    ({"policy": RadaDamp}, "must be an instance of a Policy, such as RadaDamp()."),
+    (
+        {"policy": Curious()},
+        "Curious.requires asks for curvature, variance; what can be measured is grad_norm_sq, loss.",
+    ),
+    ({"adapt": "lr_only"}, "adapt='lr_only' must be one of 'batch_size', 'lr'."),
+    ({"adapt": None}, "adapt=None must be one of 'batch_size', 'lr'."),
+    ({"lr_scaling": "cubic"}, "lr_scaling='cubic' must be one of 'none', 'linear', 'sqrt'."),
+    ({"lr_scaling": None}, "lr_scaling=None must be one of 'none', 'linear', 'sqrt'."),
+    ({"tail": "pad"}, "tail='pad' must be one of None, 'keep', 'carry', 'drop'."),
+    (
+        {"max_batch_size": 16, "min_batch_size": 17},
+        "max_batch_size=16 is below min_batch_size=17. Raise the first or lower the second.",
+    ),
+    *(
+        ({"adapt": "lr", name: value}, f"{name}={value!r} has no effect with adapt='lr'")
+        for name, value in {
+            "max_batch_size": 64,
+            "min_batch_size": 2,
+            "multiple_of": 8,
+            "max_device_batch_size": 32,
+            "lr_scaling": "linear",
+            "tail": "keep",
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_argument_is_refused(arguments, message):
+    """A value outside of its range is refused when it is given: what was given, what is allowed, what to do."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AdaptiveBatchSize(**arguments)
+
+
+def test_message_says_what_to_set():
+    """A message ends with something that works."""
+    with pytest.raises(ValueError, match=r"wait=-1 must be an integer >= 0\. Set for example wait=1\.$"):
+        AdaptiveBatchSize(wait=-1)
+    with pytest.raises(ValueError, match=r"an integer >= 1, math\.inf \(\.inf in YAML\), or None\. Set for example"):
+        AdaptiveBatchSize(max_batch_size=0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"policy": RadaDamp(rho=0.5), "max_batch_size": 64, "min_batch_size": 64},
+        {"max_batch_size": math.inf, "min_batch_size": 1000},
+        {"dwell": 1, "wait": 0, "multiple_of": 8, "max_device_batch_size": 32, "lr_scaling": "sqrt", "tail": "carry"},
+        {"adapt": "lr", "dwell": 10, "wait": 50},
+    ],
+)
+def test_argument_is_kept(arguments):
+    """What is within its range is taken as it is given."""
+    settings = AdaptiveBatchSize(**arguments).settings
+    assert {name: getattr(settings, name) for name in arguments} == arguments
+
+
+def test_whole_number_from_a_command_line_is_a_size():
+    """A ``max_batch_size`` that came as 64.0, as an ``int | float`` is read, is the integer 64."""
+    kept = AdaptiveBatchSize(max_batch_size=64.0).settings.max_batch_size
+    assert (kept, type(kept)) == (64, int)
+
+
+def test_default_policy_is_radadamp():
+    """Without a policy the rule is RadaDamp with its defaults."""
+    assert AdaptiveBatchSize().settings.policy == RadaDamp()
+
+
+def test_cadence_is_that_of_the_arguments():
+    """``dwell`` and ``wait`` make the cadence."""
+    assert AdaptiveBatchSize(dwell=3, wait=5).settings.cadence == Cadence(dwell=3, wait=5)
+
+
+# Bounds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, Limits(8, cap=100, epoch_samples=100)),
+        ({"max_batch_size": 64}, Limits(8, cap=64, epoch_samples=100)),
+        ({"max_batch_size": 1000}, Limits(8, cap=1000, epoch_samples=100)),
+        ({"max_batch_size": math.inf}, Limits(8, cap=math.inf, epoch_samples=100)),
+        ({"min_batch_size": 5}, Limits(8, cap=100, floor=5, epoch_samples=100)),
+        ({"samples": 5}, Limits(8, cap=8, epoch_samples=5)),  # the larger of B0 and the data
+        ({"epoch": 40}, Limits(8, cap=100, epoch_samples=40)),
+        (  # the cap is rounded down, the floor up
+            {"multiple_of": 4, "max_batch_size": 63, "min_batch_size": 5},
+            Limits(8, cap=60, floor=8, multiple=4, epoch_samples=100),
+        ),
+        ({"multiple_of": 8}, Limits(8, cap=96, floor=8, multiple=8, epoch_samples=100)),
+        (
+            {"multiple_of": 8, "max_batch_size": math.inf},
+            Limits(8, cap=math.inf, floor=8, multiple=8, epoch_samples=100),
+        ),
+        ({"lr_scaling": "sqrt"}, Limits(8, cap=100, epoch_samples=100, lr_scaling="sqrt")),
+        ({"adapt": "lr"}, Limits(8, cap=8, adapt="lr")),
+        ({"adapt": "lr", "initial": 512}, Limits(512, cap=512, adapt="lr")),
+    ],
+)
+def test_bounds_by_hand(arguments, expected):
+    """B0 = 8 on 100 samples, unless said otherwise."""
+    assert bounds(**arguments) == expected
+
+
+@given(
+    initial=st.integers(1, 64),
+    multiple=st.integers(1, 16),
+    least=st.integers(1, 64),
+    most=st.none() | st.just(math.inf) | st.integers(1, 128),
+    samples=st.integers(1, 200),
+)
+def test_bounds_hold_b0_or_are_refused(initial, multiple, least, most, samples):
+    """Bounds are multiples with B0 between them; where none are possible, the set-up is refused."""
+    if most is not None and most < least:
+        most = least
+    highest = max(initial, samples) if most is None else most
+    cap = max((n for n in range(0, 257, multiple) if n <= highest), default=0) if highest != math.inf else math.inf
+    floor = min(n for n in range(0, 257, multiple) if n >= least)
+    arguments = {"multiple_of": multiple, "min_batch_size": least, "max_batch_size": most}
+    if initial % multiple == 0 and floor <= initial <= cap:
+        assert bounds(initial, samples, **arguments) == Limits(initial, cap, floor, multiple, samples)
+    else:
+        with pytest.raises(MisconfigurationException, match=f"the initial batch size {initial} is not"):
+            bounds(initial, samples, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"multiple_of": 16},
+            "the initial batch size 8 is not a multiple of multiple_of=16. Set batch_size=16 in the DataLoader",
+        ),
+        ({"multiple_of": 3}, "the initial batch size 8 is not a multiple of multiple_of=3. Set batch_size=9"),
+        ({"max_batch_size": 7}, "the initial batch size 8 is not within 1 and 7"),
+        ({"min_batch_size": 9}, "the initial batch size 8 is not within 9 and 100"),
+        (
+            {"min_batch_size": 9, "multiple_of": 4},
+            "12 and 100, which are min_batch_size=9 and max_batch_size=None as multiples of multiple_of=4",
+        ),
+        ({"multiple_of": 8, "max_batch_size": 15, "initial": 16}, "the initial batch size 16 is not within 8 and 8"),
+    ],
+)
+def test_bounds_without_b0_are_refused(arguments, message):
+    """B0 outside of the bounds, or no multiple, is refused with both bounds and the arguments behind them."""
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        bounds(**arguments)
