@@ -36,6 +36,7 @@ class Bridge:
         self.trainer = trainer
         self.loader: ElasticLoader | None = None
         self._making_train_loaders = False
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, name, what stood there, ours)
         self._originals: list[tuple[ElasticLoader, Any]] = []
         self._points: ValidationPoints | None = None
         self._planned_val_check_batch: Any = None
@@ -89,7 +90,7 @@ class Bridge:
             self.loader = elastic
             return elastic
 
-        strategy.process_dataloader = process_dataloader  # type: ignore[method-assign]
+        self._put(strategy, "process_dataloader", process_dataloader)
 
     def _wrap_setup_data(self) -> None:
         """Only this tells train loaders from others: ``trainer.training`` does not.
@@ -102,7 +103,7 @@ class Bridge:
         original = fit_loop.setup_data
 
         def setup_data() -> None:
-            self._making_train_loaders = True
+            self._making_train_loaders = bool(self._replaced)  # not if somebody still calls this after the fit
             try:
                 original()
             finally:
@@ -115,7 +116,12 @@ class Bridge:
                 if len(self.train_loaders()) == 1:
                     self._set_counts(len(self.loader))
 
-        fit_loop.setup_data = setup_data  # type: ignore[method-assign]
+        self._put(fit_loop, "setup_data", setup_data)
+
+    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Put a function over a method of an instance; what stood there before is put back at the end."""
+        self._replaced.append((owner, name, vars(owner).get(name), function))
+        setattr(owner, name, function)
 
     def _drop_replaced_loaders(self) -> None:
         """End the workers of loaders that a reload replaced."""
@@ -185,12 +191,6 @@ class Bridge:
         assert isinstance(begun, Pass)
         return begun
 
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether the batch in hand is its epoch's last, the one that reaches ``max_steps`` included."""
-        trainer = self.trainer
-        return trainer.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
-
     def _set_counts(self, batches: int) -> None:
         """Set the four counts that must agree: loop, combined loader, its live iterator, and fetcher."""
         fit_loop = self.trainer.fit_loop
@@ -247,14 +247,20 @@ class Bridge:
     def give_back(self) -> None:
         """Put back all that was replaced; safe to call twice."""
         fit_loop = self.trainer.fit_loop
-        for owner, name in ((self.trainer.strategy, "process_dataloader"), (fit_loop, "setup_data")):
-            vars(owner).pop(name, None)  # the method of the class is behind it
+        for owner, name, before, ours in self._replaced:
+            if vars(owner).get(name) is not ours:
+                continue  # wrapped once more by somebody else, who holds on to ours: it does nothing from now on
+            if before is None:
+                delattr(owner, name)  # the method of the class is behind it
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
         originals = {id(elastic): original for elastic, original in self._originals}
         combined = fit_loop._combined_loader
         if combined is not None:
             combined.flattened = [originals.get(id(loader), loader) for loader in combined.flattened]
-        for elastic, _ in self._originals:
-            elastic.close()
-        self._originals.clear()
         if self.loader is not None:
             self.trainer.val_check_batch = self._planned_val_check_batch
+        # Last, for ending a worker that died raises.
+        while self._originals:
+            self._originals.pop()[0].close()

@@ -184,6 +184,11 @@ class AdaptiveBatchSize(pl.Callback):
         self._running.end_batch(batch_idx)
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the epoch's last update."""
+        self._running.end_epoch()
+
+    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -105,6 +105,12 @@ class Controller:
             self._decide(learning_rate)
         return self.decision
 
+    def move_to(self, limits: Limits, training_samples: int) -> None:
+        """Go on with other data: the decision in force is bounded anew."""
+        self.limits = limits
+        self.training_samples = training_samples
+        self.decision = limits.decide(self.decision.damping) or self.decision
+
     def _take(self, observations: Sequence[Observation]) -> None:
         for observation in observations:
             measured = (observation.loss, observation.grad_norm_sq)

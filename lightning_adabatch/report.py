@@ -43,11 +43,11 @@ class Record:
 
 
 class Gate:
-    """Decides which records are logged.
+    """Decides which records are logged at once.
 
-    A record is logged when the update count is a multiple of the interval, at each epoch's last update, and
-    when the size changed notably since the last one logged: so a short epoch hides nothing, and a rule that
-    moves at every update costs nothing.
+    A record is logged when the update count is a multiple of the interval, and when the size changed notably
+    since the last one logged; each epoch's last one is logged too, when the epoch ends. So a short epoch hides
+    nothing, and a rule that moves at every update costs nothing.
 
     Args:
         every: The interval in updates; 0 logs nothing.
@@ -57,13 +57,22 @@ class Gate:
         self._every = every
         self._logged_size: int | None = None
 
-    def admits(self, updates: int, batch_size: int, *, last_of_epoch: bool) -> bool:
-        """Whether the record of this update is logged; if so, its size is what the next ones compare with."""
-        if self._every == 0:
+    @property
+    def open(self) -> bool:
+        """Whether anything is logged."""
+        return self._every > 0
+
+    def admits(self, updates: int, batch_size: int) -> bool:
+        """Whether the record of this update is logged at once; if so, its size is what the next compare with."""
+        if not self.open:
             return False
         known = self._logged_size
         moved = known is not None and abs(batch_size - known) >= _NOTABLE_CHANGE * known
-        due = updates % self._every == 0 or last_of_epoch or moved
+        due = updates % self._every == 0 or moved
         if due:
-            self._logged_size = batch_size
+            self.note(batch_size)
         return due
+
+    def note(self, batch_size: int) -> None:
+        """Take a size for the last one logged."""
+        self._logged_size = batch_size

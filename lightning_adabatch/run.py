@@ -44,9 +44,11 @@ class Run:
         self._trainer = trainer
         self._settings = settings
         self._stepped = False
-        self._gate = Gate(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set late
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
+        self._gate = Gate(every if trainer.loggers else 0)
         self._lr = LRFactor([])
         self._hooks: list[Any] = []
+        self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
         self._bridge = Bridge(trainer)
         if settings.adapt == "batch_size":
             self._bridge.install(self._make_elastic)
@@ -79,6 +81,14 @@ class Run:
         """Plan the epoch at the size in force."""
         self._guard_schedulers()  # another callback may have put new ones in
         self._bridge.begin_epoch()
+        if self.controller is not None and self._bridge.loader is None:
+            self.controller.training_samples = self._data()[1]  # of the loader that a reload may have brought
+
+    def end_epoch(self) -> None:
+        """Log the epoch's last update, whatever ended the epoch."""
+        if self.controller is not None and self._unlogged is not None and self._gate.open:
+            self._gate.note(self._unlogged[1])
+            self._write(self.controller, *self._unlogged)
 
     def begin_batch(self) -> None:
         """Forget what a batch that never reached its end left behind."""
@@ -116,9 +126,8 @@ class Run:
 
     def give_back(self) -> None:
         """Undo every change to the user's objects; safe to call twice."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         self._lr.release()
         self._bridge.give_back()
 
@@ -130,10 +139,9 @@ class Run:
         max_batches, max_samples = self._bridge.limits_of(loader)
         elastic = ElasticLoader(loader, tail=self._settings.tail, max_batches=max_batches, max_samples=max_samples)
         if self.controller is not None:
+            limits = dataclasses.replace(self.controller.limits, epoch_samples=elastic.epoch_samples)
+            self.controller.move_to(limits, training_samples=len(elastic.sampler))
             elastic.resize(self.controller.decision.batch_size)
-            self.controller.training_samples = len(elastic.sampler)
-            limits = self.controller.limits
-            self.controller.limits = dataclasses.replace(limits, epoch_samples=elastic.epoch_samples)
         return elastic
 
     def _data(self) -> tuple[int, int, int]:
@@ -185,11 +193,13 @@ class Run:
 
     def _report(self, controller: Controller, used: Decision, trained: int) -> None:
         self._bridge.publish(_METRIC, trained)
-        loggers = self._trainer.loggers
-        if not loggers:
-            return
-        if not self._gate.admits(controller.updates, trained, last_of_epoch=self._bridge.ends_epoch):
-            return
+        if self._gate.admits(controller.updates, trained):
+            self._write(controller, used, trained)
+        else:
+            self._unlogged = used, trained
+
+    def _write(self, controller: Controller, used: Decision, trained: int) -> None:
+        self._unlogged = None
         latest = controller.latest
         observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
         estimates = {**observed, **controller.policy.estimates(controller.state)}
@@ -204,4 +214,4 @@ class Run:
             grad_norm_sq=estimates.get("grad_norm_sq"),
             skipped=controller.skipped or None,
         )
-        sinks.write(loggers, record)
+        sinks.write(self._trainer.loggers, record)

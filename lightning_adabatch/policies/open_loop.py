@@ -73,7 +73,7 @@ class GeoDamp(Policy[None]):
             exponent = math.floor(progress.epochs / self.delay + 1e-9)
             return max(float(self.factor) ** exponent, _SMALLEST)
         except OverflowError:
-            return math.inf if self.factor > 1 else _SMALLEST
+            return math.inf if self.factor > 1 else 1.0 if self.factor == 1 else _SMALLEST
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,7 @@ class Schedule(Policy[None]):
         del state
         now: float = {"updates": progress.updates, "samples": progress.samples, "epochs": progress.epochs}[self.unit]
         reached = [size for point, size in self.sizes.items() if point <= now + 1e-9]
-        return reached[-1] / progress.initial_batch_size if reached else 1.0
+        try:
+            return reached[-1] / progress.initial_batch_size if reached else 1.0
+        except OverflowError:
+            return math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from models import Recorder, adapt, fit, loader
@@ -32,6 +33,32 @@ def test_shrink_trains_all_samples(tmp_path):
     assert module.sizes_in(1) == [4] * 16
     assert module.seen_in(0) == module.seen_in(1) == dict.fromkeys(range(64), 1)
     assert module.validations == [10, 10 + 16]
+
+
+@pytest.mark.parametrize(("initial", "script"), [(4, GROW), (16, [16, 16, 4]), (64, [64, 16])])
+def test_counts_of_lightning_agree(initial, script, tmp_path):
+    """At every batch's start and end the loop, the combined loader, its iterator and the fetcher count alike."""
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.look(trainer, batch_idx)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.look(trainer, batch_idx)
+
+        def look(self, trainer, batch_idx):
+            fit_loop = trainer.fit_loop
+            combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+            assert combined.limits == combined._iterator.limits == [fit_loop.max_batches]
+            assert len(combined) == len(trainer.train_dataloader) == fetcher.length == fit_loop.max_batches
+            assert fetcher.done == (batch_idx + 1 == fit_loop.max_batches)
+            seen.append(fit_loop.max_batches)
+
+    module = Recorder()
+    fit(module, loader(64, initial), callbacks=[adapt(*script), Look()], epochs=3, root=tmp_path)
+    assert len(seen) == 2 * len(module.batches)
+    assert seen[-1] == len(module.sizes_in(2)) == 64 // script[-1]
 
 
 def test_shrink_then_constant_epochs(tmp_path):

@@ -57,8 +57,8 @@ def refused(match, *, module=None, train=None, callbacks=(), ours=None, **kwargs
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert module.batches == []
-    assert "process_dataloader" not in vars(trainer.strategy)
-    assert "setup_data" not in vars(trainer.fit_loop)
+    for owner, name in ((trainer.strategy, "process_dataloader"), (trainer.fit_loop, "setup_data")):
+        assert "Bridge" not in getattr(vars(owner).get(name), "__qualname__", "")
     made = trainer.fit_loop._combined_loader
     assert made is None or not any(isinstance(one, ElasticLoader) for one in made.flattened)
     assert not any(optimizer._optimizer_step_post_hooks for optimizer in trainer.optimizers)

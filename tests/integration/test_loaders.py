@@ -3,11 +3,46 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from models import Indexed, Recorder, adapt, fit, loader
 from torch.utils.data import DataLoader
+
+
+def test_validation_loaders_that_are_made_late(tmp_path):
+    """C38: validation loaders made after the train loader, and made again every epoch, stay DataLoaders."""
+
+    class Net(Recorder):
+        def val_dataloader(self):
+            return loader(50, 10)
+
+        def validation_step(self, batch, batch_idx):
+            assert type(self.trainer.val_dataloaders) is DataLoader
+            super().validation_step(batch, batch_idx)
+
+    module = Net()
+    flags = {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    fit(module, loader(40, 4), callbacks=[adapt(4, 8, 16)], epochs=3, root=tmp_path, **flags)
+    assert module.validation_sizes == [10] * (3 * 5)
+    assert module.sizes_in(2) == [16, 16, 8]
+
+
+def test_reload_with_other_data(tmp_path):
+    """A reload may bring more or fewer samples: no batch is larger than its epoch, and epochs counts by them."""
+    lengths = [64, 16, 100]
+
+    class Net(Recorder):
+        def train_dataloader(self):
+            return loader(lengths[self.current_epoch], 4)
+
+    module, ours = Net(), adapt(4, 32)
+    fit(module, None, callbacks=[ours], epochs=3, reload_dataloaders_every_n_epochs=1, root=tmp_path)
+    assert [module.sizes_in(epoch) for epoch in range(3)] == [[4, 32, 28], [16], [32, 32, 32, 4]]
+    assert ours.samples == 64 + 16 + 100
+    assert ours.epochs == 180 / 100
 
 
 def test_size_is_kept_over_a_reload(tmp_path):
@@ -57,8 +92,13 @@ def test_loader_asked_for_before_our_setup(tmp_path):
         def setup(self, trainer, pl_module, stage):
             self.steps = trainer.estimated_stepping_batches
 
+    class Behind(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            assert multiprocessing.active_children() == []
+
     early, module = Early(), Recorder()
-    fit(module, loader(64, 4), loader(8, 8), callbacks=[early, adapt(4, 16)], root=tmp_path)
+    train = loader(64, 4, num_workers=1)
+    fit(module, train, loader(8, 8), callbacks=[early, adapt(4, 16), Behind()], root=tmp_path)
     assert early.steps == 2 * 16
     assert module.sizes == [4, 16, 16, 16, 12] + [16] * 4
     assert module.validations == [5, 9]

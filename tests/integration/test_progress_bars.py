@@ -66,3 +66,27 @@ def test_total_follows(kind, first, script, tmp_path):
     late = 1 if first else 0
     sizes = [f"batch_size={size}" for size in module.sizes]
     assert all(size in text for size, text in zip(sizes, bar.shown[late:], strict=False))
+
+
+@pytest.mark.parametrize("kind", [WatchedTQDM, WatchedRich])
+def test_count_that_is_known_before_the_bar(kind, tmp_path):
+    """tail="keep" adds a batch to a loader with drop_last before there is a bar, and the bar asks for the total."""
+    module, bar = Recorder(), kind()
+    fit(
+        module,
+        loader(22, 4, drop_last=True),
+        callbacks=[bar, adapt(4, tail="keep")],
+        enable_progress_bar=True,
+        root=tmp_path,
+    )
+    assert module.sizes_in(0) == [4, 4, 4, 4, 4, 2]
+    assert bar.ends == [(6, 6), (6, 6)]
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_bar_that_is_switched_off(kind, tmp_path):
+    """A bar with refresh_rate=0 draws nothing and does not disturb the run."""
+    module = Recorder()
+    callbacks = [kind(refresh_rate=0), adapt(4, 8)]
+    fit(module, loader(20, 4), callbacks=callbacks, enable_progress_bar=True, epochs=1, root=tmp_path)
+    assert module.sizes == [4, 8, 8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from models import Recorder, adapt, fit, loader
@@ -85,6 +86,19 @@ def test_carrying_is_not_dropping(tmp_path):
     fit(module, loader(21, 4, drop_last=True), callbacks=[ours], epochs=4, root=tmp_path)
     assert [len(module.sizes_in(epoch)) for epoch in range(4)] == [5, 5, 5, 6]  # 21, 1 + 21, 2 + 21, 3 + 21
     assert {batch.size for batch in module.batches} == {4}
+
+
+def test_a_look_between_epochs_takes_nothing_that_was_carried(tmp_path):
+    """A batch that users' code looks at after an epoch does not use up the samples carried into the next one."""
+
+    class Peek(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            next(iter(trainer.train_dataloader))
+
+    module = Recorder()
+    fit(module, loader(74, 8), callbacks=[adapt(8, tail="carry"), Peek()], root=tmp_path)
+    order = [index for batch in module.batches for index in batch.indices]
+    assert order == [*range(74), *range(70)]  # 2 · 74 = 18 · 8 + 4
 
 
 def test_keeping_wins_over_drop_last(tmp_path):

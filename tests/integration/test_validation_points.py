@@ -107,6 +107,13 @@ def test_int_interval_larger_than_the_epoch(tmp_path):
     assert module.validations == [7, 11]
 
 
+def test_int_interval_without_validation(tmp_path):
+    """Where nothing validates, an epoch that became short for an int interval is no reason for a warning."""
+    module = Recorder()
+    fit(module, loader(64, 4), callbacks=[adapt(4, 4, 16)], val_check_interval=10, epochs=1, root=tmp_path)
+    assert module.sizes == [4, 4, 16, 16, 16, 8]
+
+
 def test_int_interval_that_fits(tmp_path):
     """An int interval that fits counts batches, as Lightning says."""
     module = Recorder()

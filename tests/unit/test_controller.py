@@ -271,6 +271,24 @@ def test_damping_without_a_meaning_keeps_the_decision_and_warns_once(damping):
     assert "A damping must be > 0" in notice
 
 
+@dataclass(frozen=True)
+class Talkative(Scripted):
+    """Tell something new at every decision."""
+
+    def notice(self, state: Any) -> str | None:
+        return f"decision {len(self.seen)}"
+
+
+def test_notice_of_a_policy_is_said_once_whatever_it_says():
+    """The first notice in a run is said, not every one of a policy that writes its numbers into it."""
+    loop = Loop(Talkative([1.0, 1.0, -1.0, -1.0]))
+    for _ in range(5):
+        loop.step()
+    policys_own, of_the_damping = loop.notices
+    assert policys_own == "decision 1"
+    assert "A damping must be > 0" in of_the_damping
+
+
 # RadaDamp in the loop --------------------------------------------------------------------------------------------
 
 

@@ -179,6 +179,23 @@ def test_a_factor_of_one_writes_nothing(was):
     assert [group["lr"]._version for group in opt.param_groups] == versions
 
 
+def test_value_of_a_tensor_learning_rate_is_never_looked_at():
+    """Nothing but ``base`` asks a device for a learning rate: a tensor that has no value will do."""
+    opt = optimizer()
+    nothing = torch.zeros((), device="meta")
+    opt.param_groups[0]["lr"] = nothing
+    factor = LRFactor([opt])
+    factor.set(0.5)
+    factor.refresh()
+    with factor.off():
+        factor.bases(opt)
+    factor.release()
+    assert opt.param_groups[0]["lr"] is nothing
+    assert opt.param_groups[1]["lr"] == 0.02
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        _ = factor.base
+
+
 @pytest.mark.parametrize("tensor", [False, True])
 def test_an_assigned_learning_rate_is_the_new_base(tensor):
     """What is assigned while the factor is on is multiplied from then on, and given back in the end."""

@@ -213,6 +213,40 @@ def test_values_that_are_not_finite_come_through():
     assert meter.read() == [Observation(0.5, 25.0, 8)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_no_value_is_looked_at_between_two_reads(dtype):
+    """Measuring hundreds of updates never asks a device for a value: tensors that have none will do."""
+    meter = Meter(MEASURES)
+    nothing = torch.zeros((), dtype=dtype, device="meta")
+    for _ in range(300):
+        meter.open()
+        meter.loss(nothing)
+        meter.gradients([nothing.reshape(1), nothing.expand(2, 3)])
+        meter.close(8)
+    with pytest.raises(NotImplementedError, match="no data"):
+        meter.read()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_nothing_waits_for_cuda_between_two_reads(dtype):
+    """Measuring hundreds of updates on CUDA makes the host wait for nothing; reading them is one copy."""
+    meter = Meter(MEASURES)
+    loss = torch.tensor(0.5, device="cuda")
+    gradients = [torch.tensor([value], dtype=dtype, device="cuda") for value in (3.0, 4.0)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(300):
+            meter.open()
+            meter.loss(loss)
+            meter.gradients(gradients)
+            meter.close(8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meter.read() == [Observation(0.5, 3.0**2 + 4.0**2, 8)] * 300
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gradients_do_not_overflow(dtype):
     """Gradients whose squares, and whose norm, do not fit half precision are summed in single precision."""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from lightning_adabatch.report import Gate, Record
 
 
-def admitted(sizes: list[int], *, every: int, last: int | None = None) -> list[int]:
-    """Return the update counts that are logged; ``last`` is an epoch's last one."""
+def admitted(sizes: list[int], *, every: int) -> list[int]:
+    """Return the update counts that are logged at once."""
     gate = Gate(every)
-    return [k for k, size in enumerate(sizes, 1) if gate.admits(k, size, last_of_epoch=k == last)]
+    return [k for k, size in enumerate(sizes, 1) if gate.admits(k, size)]
 
 
 def test_metrics_are_the_values_by_their_tags():
@@ -46,9 +46,12 @@ def test_gate_admits_multiples_of_the_interval():
     assert admitted([8] * 17, every=5) == [5, 10, 15]
 
 
-def test_gate_admits_the_last_update_of_an_epoch():
-    """A short epoch hides nothing."""
-    assert admitted([8] * 9, every=50, last=7) == [7]
+def test_gate_takes_note_of_a_size_logged_otherwise():
+    """The size of an epoch's last update, logged when the epoch ends, is what the next ones compare with."""
+    gate = Gate(50)
+    assert not gate.admits(1, 100)
+    gate.note(80)
+    assert gate.admits(2, 100)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(109, [2]), (110, [2, 3]), (91, [2]), (90, [2, 3])])
@@ -59,14 +62,16 @@ def test_gate_admits_a_change_of_a_tenth(size, expected):
 
 def test_gate_compares_with_the_last_size_logged():
     """A size that grows by 1 from 100 is logged at 110 and 121, not at every update."""
-    sizes = [100, *range(100, 123)]
-    assert [sizes[k - 1] for k in admitted(sizes, every=1000, last=1)] == [100, 110, 121]
+    gate = Gate(1000)
+    gate.note(100)
+    assert [size for k, size in enumerate(range(100, 123), 1) if gate.admits(k, size)] == [110, 121]
 
 
 @given(sizes=st.lists(st.integers(1, 100), max_size=30))
 def test_gate_without_an_interval_admits_nothing(sizes):
     """``log_every_n_steps=0`` means no log."""
-    assert admitted(sizes, every=0, last=len(sizes)) == []
+    assert admitted(sizes, every=0) == []
+    assert not Gate(0).open
 
 
 @given(sizes=st.lists(st.integers(1, 100), max_size=40), every=st.integers(1, 10))
@@ -75,6 +80,6 @@ def test_gate_never_hides_a_notable_size(sizes, every):
     logged = None
     gate = Gate(every)
     for k, size in enumerate(sizes, 1):
-        if gate.admits(k, size, last_of_epoch=False):
+        if gate.admits(k, size):
             logged = size
         assert logged is None or abs(size - logged) < 0.1 * logged
