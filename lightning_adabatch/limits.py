@@ -72,9 +72,10 @@ class Limits:
         if self.adapt == "lr":
             return Decision(damping, wanted, self.initial_batch_size, lr_factor)
         batch_size = self._bound(wanted)
-        growth = batch_size / self.initial_batch_size
-        scale = {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[self.lr_scaling]
-        return Decision(damping, wanted, batch_size, lr_factor * scale)
+        if self.lr_scaling != "none":
+            growth = batch_size / self.initial_batch_size
+            lr_factor *= growth if self.lr_scaling == "linear" else math.sqrt(growth)
+        return Decision(damping, wanted, batch_size, lr_factor)
 
     def _bound(self, wanted: int) -> int:
         size = min(max(round_up(wanted, self.multiple), self.floor), self.cap)

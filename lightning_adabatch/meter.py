@@ -73,12 +73,12 @@ class Meter:
         ]
 
     def _stacked(self) -> Tensor:
-        # A row without gradients has its scalar on the CPU.
-        devices = [scalar.device for scalar in self._scalars]
-        device = next((device for device in devices if device.type != "cpu"), devices[0])
-        if all(other == device for other in devices):
+        try:
             return torch.cat(self._scalars)
-        return torch.cat([scalar.to(device) for scalar in self._scalars])
+        except RuntimeError:  # a row without gradients has its scalar on the CPU
+            devices = [scalar.device for scalar in self._scalars]
+            device = next(device for device in devices if device.type != "cpu")
+            return torch.cat([scalar.to(device) for scalar in self._scalars])
 
 
 #: Stands in the row of an update that never showed its loss or gradients: not finite, so it is dropped.
@@ -94,7 +94,8 @@ def grad_norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     first = gradients[0]
-    if all(g.dtype is torch.float32 and g.layout is torch.strided and g.device == first.device for g in gradients):
+    kind, device = torch.float32, first.device
+    if all(g.dtype is kind and g.device == device and not g.is_sparse for g in gradients):
         # What get_total_norm does, without its grouping by device and type, which costs as much again.
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return norm.detach()

@@ -158,6 +158,11 @@ class BlockStream:
 
     def take(self, size: int) -> list[Piece]:
         """Return the next ``size`` samples as pieces of blocks."""
+        piece = self._rest or self._arrived()
+        if piece.start == 0 and piece.length == size:  # a block that is a batch, as all are while the size stays
+            self._rest = None
+            return [piece]
+        self._rest = piece
         pieces: list[Piece] = []
         while size > 0:
             piece = self._rest or self._arrived()

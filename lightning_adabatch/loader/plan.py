@@ -143,7 +143,7 @@ class BlockPlan:
         border = self.plan.consumed  # the end of the batch that is being cut
         if border > position:
             return border
-        trend = self._trend()
+        trend = self._trend() if self._moved else 0.0
         if trend == 0.0:
             return border + ((position - border) // size + 1) * size
         step = 1
