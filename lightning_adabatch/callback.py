@@ -53,8 +53,8 @@ class AdaptiveBatchSize(pl.Callback):
         MisconfigurationException: At the start of the fit, for a set-up that is not supported.
 
     Example:
-        >>> AdaptiveBatchSize(RadaDamp(rho=0.99), max_batch_size=1024).settings.max_batch_size
-        1024
+        >>> AdaptiveBatchSize(max_batch_size=1024).policy
+        RadaDamp(rho=0.999, grad_norm_weight=0.001, optimal_loss=0.0, warmup=1)
 
     Note:
         A single leftover sample joins the batch before it (one sample above the cap at most) wherever the
@@ -94,6 +94,16 @@ class AdaptiveBatchSize(pl.Callback):
         self._controller: Controller | None = None  # from the start of training on
 
     # What it shows ----------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The rule."""
+        return self.settings.policy
+
+    @property
+    def max_batch_size(self) -> int | float | None:
+        """The cap as it was given, in samples."""
+        return self.settings.max_batch_size
 
     @property
     def batch_size(self) -> int | None:
