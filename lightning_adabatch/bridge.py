@@ -162,7 +162,12 @@ class Bridge:
         if isinstance(interval, float):
             # With infinity Lightning validates after the last batch.
             self.trainer.val_check_batch = math.inf
-            self._points = None if interval == 1.0 else ValidationPoints(batches, interval, loader.batch_size)
+            self._points = None
+            if interval != 1.0 and batches == loader.max_batches:
+                # The epoch is a number of batches, whatever their size, and so are the points in it.
+                self.trainer.val_check_batch = max(1, int(batches * interval))
+            elif interval != 1.0:
+                self._points = ValidationPoints(batches, interval, loader.batch_size)
         self._bound_int_interval(batches)
 
     def end_batch(self, batch_idx: int) -> None:

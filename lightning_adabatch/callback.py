@@ -41,7 +41,8 @@ class AdaptiveBatchSize(pl.Callback):
         dwell: Decide every so many updates, ≥ 1.
         wait: Make no decision before so many updates, ≥ 0.
         multiple_of: Batch sizes are multiples of this, ≥ 1. Few distinct sizes suit ``torch.compile``.
-        max_device_batch_size: The most samples in one forward and backward pass, ≥ 1, or None.
+        max_device_batch_size: The most samples in one forward and backward pass, ≥ 1, or None. Refused
+            below ``max_batch_size``: an update cannot be split into micro-batches yet.
         lr_scaling: What the learning rate does while the batch size moves: ``"none"``, ``"linear"``
             (times B / B0) or ``"sqrt"`` (times its square root).
         tail: What happens to an epoch's samples that do not fill a batch: ``"keep"`` trains them as one
@@ -191,7 +192,7 @@ class AdaptiveBatchSize(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the update, decide, and give loader, learning rate and counts what was decided."""
-        self._running.end_batch(batch_idx)
+        self._running.end_batch(batch, batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -91,14 +91,11 @@ def check_loader(loader: Any) -> None:
         MisconfigurationException: For a set-up that is not supported.
     """
     _check_is_data_loader(loader)
-    name = type(loader).__name__
-    for method in ("__iter__", "_get_iterator"):
-        if getattr(type(loader), method) is not getattr(DataLoader, method):
-            raise refuse(f"{name}, which overrides {method}: its batches are its own", "use a plain DataLoader")
+    _check_iterates_plainly(loader)
     if isinstance(loader.dataset, IterableDataset):
         raise refuse(
             f"the iterable data set {type(loader.dataset).__name__} yet",
-            "use a map-style data set, or AdaptiveBatchSize(adapt='lr')",
+            "use a map-style data set",
         )
     _check_samplers(loader)
     if not getattr(loader, "in_order", True):
@@ -126,6 +123,21 @@ def _check_is_data_loader(loader: Any) -> None:
             f"the train loader {type(loader).__name__}: it cannot change the batch size of it",
             "pass a torch.utils.data.DataLoader",
         )
+
+
+def own_iteration(loader: Any) -> str | None:
+    """Return the method by which a DataLoader's subclass iterates in a way of its own, or None."""
+    for method in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), method) is not getattr(DataLoader, method):
+            return method
+    return None
+
+
+def _check_iterates_plainly(loader: DataLoader[Any]) -> None:
+    method = own_iteration(loader)
+    if method is not None:
+        name = type(loader).__name__
+        raise refuse(f"{name}, which overrides {method}: its batches are its own", "use a plain DataLoader")
 
 
 def _check_samplers(loader: DataLoader[Any]) -> None:

@@ -77,7 +77,7 @@ class Meter:
             return torch.cat(self._scalars)
         except RuntimeError:  # a row without gradients has its scalar on the CPU
             devices = [scalar.device for scalar in self._scalars]
-            device = next(device for device in devices if device.type != "cpu")
+            device = next((device for device in devices if device.type != "cpu"), devices[0])
             return torch.cat([scalar.to(device) for scalar in self._scalars])
 
 

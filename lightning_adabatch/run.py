@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -80,9 +81,8 @@ class Run:
     def begin_epoch(self) -> None:
         """Plan the epoch at the size in force."""
         self._guard_schedulers()  # another callback may have put new ones in
+        self._follow_data()
         self._bridge.begin_epoch()
-        if self.controller is not None and self._bridge.loader is None:
-            self.controller.training_samples = self._data()[1]  # of the loader that a reload may have brought
 
     def end_epoch(self) -> None:
         """Log the epoch's last update, whatever ended the epoch."""
@@ -102,18 +102,20 @@ class Run:
             self.meter.gradients(grads)
         self._lr.refresh()
 
-    def end_batch(self, batch_idx: int) -> None:
+    def end_batch(self, batch: Any, batch_idx: int) -> None:
         """Count the batch, decide, apply the decision, and report."""
         controller = self.controller
         assert controller is not None  # for the type checker: start() came before
         used = controller.decision
-        trained = self._trained(batch_idx)
+        trained = self._trained(batch, batch_idx)
         if self._stepped:
             self.meter.close(trained)
         self._apply(controller.end_batch(trained, updated=self._stepped, learning_rate=self._base_rate))
         self._bridge.end_batch(batch_idx)
         if self._stepped:
             self._report(controller, used, trained)
+        # Lightning ends a batch that is None without having begun it.
+        self.begin_batch()
 
     def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
@@ -162,11 +164,27 @@ class Run:
         sampler = loader.batch_sampler.sampler
         return loader.batch_sampler.batch_size, len(sampler), len(sampler)
 
-    def _trained(self, batch_idx: int) -> int:
+    def _follow_data(self) -> None:
+        """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""
+        controller = self.controller
+        if controller is None:
+            return
+        _, training_samples, epoch_samples = self._data()
+        if self._bridge.loader is None:
+            controller.training_samples = training_samples
+        elif controller.limits.epoch_samples != epoch_samples:
+            limits = dataclasses.replace(controller.limits, epoch_samples=epoch_samples)
+            controller.move_to(limits, training_samples=training_samples)
+        self._apply(controller.decision)
+
+    def _trained(self, batch: Any, batch_idx: int) -> int:
         """Return the samples of the batch in hand."""
         if self._bridge.loader is not None:
             return self._bridge.plan.last_size
-        batch_sampler = self._bridge.train_loaders()[0].batch_sampler
+        loader = self._bridge.train_loaders()[0]
+        if guards.own_iteration(loader):
+            return int(extract_batch_size(batch))
+        batch_sampler = loader.batch_sampler
         size: int = batch_sampler.batch_size
         return min(size, len(batch_sampler.sampler) - batch_idx * size)
 

@@ -178,6 +178,11 @@ class BlockStream:
                 "This pass over the data was closed. With persistent_workers=True a loader has one pass at a time: to "
                 "look at a batch while an epoch runs, use a DataLoader of your own, or persistent_workers=False."
             )
-        block = next(self.source)
+        try:
+            block = next(self.source)
+        except StopIteration:  # would pass for the end of the epoch
+            raise RuntimeError(
+                "The DataLoader ended before its epoch did: this is a fault of lightning_adabatch."
+            ) from None
         length = self._in_flight.popleft()
         return Piece(unpack(block) if isinstance(block, Parcel) else block, 0, length, length)

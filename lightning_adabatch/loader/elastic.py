@@ -39,6 +39,7 @@ class ElasticLoader:
         dataset, sampler, num_workers, drop_last, worker_init_fn: As in a ``DataLoader``. Everything else
             that a ``DataLoader`` has is read from the user's.
         own_batch_size: The user's, in samples.
+        max_batches: No pass has more batches, or None.
         nominal: While True, ``len`` is that of the user's loader.
 
     Example:
@@ -69,7 +70,7 @@ class ElasticLoader:
         self.worker_init_fn = loader.worker_init_fn
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = False
-        self._max_batches = max_batches
+        self.max_batches = max_batches
         self._size = SizeInForce(self.sampler, max_samples, self.own_batch_size)
         self._source = _CurrentBlocks()
         self._owned: DataLoader[Any] | None = None
@@ -88,6 +89,7 @@ class ElasticLoader:
     @property
     def epoch_samples(self) -> int:
         """Samples of one pass, carried ones apart."""
+        self._size.refresh()  # the length of a sampler may move
         return self._size.epoch_samples
 
     @property
@@ -103,6 +105,7 @@ class ElasticLoader:
     @property
     def fresh_length(self) -> int:
         """Batches of a pass that starts now and keeps the size in force."""
+        self._size.refresh()
         return self._fresh_plan().batches_left(self.batch_size)
 
     def resize(self, batch_size: int) -> None:
@@ -167,7 +170,7 @@ class ElasticLoader:
 
     def _fresh_plan(self) -> EpochPlan:
         total = self.epoch_samples + len(self._carried)
-        return EpochPlan(total, self.own_batch_size, self.tail, self._max_batches)
+        return EpochPlan(total, self.own_batch_size, self.tail, self.max_batches)
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and, once it is over, what the next one begins with."""

@@ -60,7 +60,8 @@ class EpochPlan:
             return 0
         if self.tail == "keep":
             batch = min(size, self.left)
-            return batch + 1 if self.left - size == 1 and self._single_joins(size) else batch
+            single = self.left - size == 1 and self.batches + 1 != self.max_batches
+            return batch + 1 if single and self._single_joins(size) else batch
         return size if size <= self.left else self._size_in_force()
 
     def hand_out(self, size: int) -> int:

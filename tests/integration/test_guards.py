@@ -69,7 +69,7 @@ DATA = Indexed(8)
 LOADERS = {
     "iterable": (
         lambda: DataLoader(Stream(), 4),
-        r"the iterable data set Stream yet\. What to do: use a map-style data set, or .*adapt='lr'",
+        r"the iterable data set Stream yet\. What to do: use a map-style data set\.",
     ),
     "no batches": (lambda: DataLoader(DATA, batch_size=None), r"batch_size=None\)\. What to do: set a batch_size"),
     "own iter": (lambda: OwnIter(DATA, 4), "OwnIter, which overrides __iter__.* use a plain DataLoader"),

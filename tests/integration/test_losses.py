@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from models import Recorder, Scripted, loader, observe
+from models import Recorder, Scripted, fit, loader, observe
 
-from lightning_adabatch import RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 
 FIXED = {"min_batch_size": 4, "max_batch_size": 4}
 
@@ -127,3 +127,18 @@ def test_non_finite_observations_are_dropped(tmp_path):
     # ceil(4 · (10 + 0.9) / (average + 0.9)); updates 3 and 7 leave the size as it was.
     assert watch.sizes == [4, 5, 5, 5, 5, 6, 6, 7, 8, 9]
     assert ours.updates == 10
+
+
+def test_batch_that_is_none(tmp_path):
+    """A batch that the collate function gave up makes no update and no observation, and is counted as skipped."""
+
+    def collate(samples):
+        return None if samples[0][2] == 8 else torch.utils.data.default_collate(samples)
+
+    ours = AdaptiveBatchSize(RadaDamp(), max_batch_size=4)
+    module = Recorder()
+    with pytest.warns(UserWarning, match="yielded None"):
+        fit(module, loader(20, 4, collate_fn=collate), callbacks=[ours], epochs=1, root=tmp_path)
+    assert len(module.batches) == 4
+    assert (ours.updates, ours.samples, ours._controller.skipped) == (4, 20, 1)
+    assert ours._controller.state.observations == 4

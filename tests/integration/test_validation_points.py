@@ -178,3 +178,20 @@ def test_checkpoints_and_early_stopping_on_short_epochs(tmp_path):
     last = torch.load(saved.last_model_path, weights_only=True)
     assert last["global_step"] == len(module.batches)
     assert len(module.sizes_in(0)) > len(module.sizes_in(2))
+
+
+def test_share_of_a_number_of_batches(tmp_path):
+    """With limit_train_batches=8 the epoch is 8 batches whatever their size, and 0.5 is every fourth of them."""
+    module = Recorder()
+    callback = adapt(4, 8)
+    fit(
+        module,
+        loader(200, 4),
+        loader(8, 8),
+        callbacks=[callback],
+        val_check_interval=0.5,
+        limit_train_batches=8,
+        root=tmp_path,
+    )
+    assert module.sizes_in(0) == [4] + [8] * 7
+    assert module.validations == [4, 8, 12, 16]
