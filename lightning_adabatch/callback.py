@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_adabatch import guards
+from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
-from lightning_adabatch.policies import Policy, RadaDamp
+from lightning_adabatch.policies import Policy, RadaDamp, load_state
 from lightning_adabatch.run import Run
 from lightning_adabatch.settings import Settings
 
@@ -93,6 +94,8 @@ class AdaptiveBatchSize(pl.Callback):
         )
         self._run: Run | None = None  # from setup until everything is given back
         self._controller: Controller | None = None  # from the start of training on
+        self._restored: Snapshot | None = None  # what a checkpoint says, until training starts
+        self._ended: dict[str, Any] | None = None  # the state of a run that is over
 
     # What it shows ----------------------------------------------------------------------------------
 
@@ -119,17 +122,20 @@ class AdaptiveBatchSize(pl.Callback):
     @property
     def updates(self) -> int:
         """Model updates so far."""
-        return 0 if self._controller is None else self._controller.updates
+        return self._restored_count("updates") if self._controller is None else self._controller.updates
 
     @property
     def samples(self) -> int:
         """Training samples processed so far."""
-        return 0 if self._controller is None else self._controller.samples
+        return self._restored_count("samples") if self._controller is None else self._controller.samples
 
     @property
     def epochs(self) -> float:
         """Training samples processed so far, divided by the number of training samples."""
         return 0.0 if self._controller is None else self._controller.epochs
+
+    def _restored_count(self, name: str) -> int:
+        return 0 if self._restored is None else int(self._restored.rule[name])
 
     # What it does -----------------------------------------------------------------------------------
 
@@ -138,19 +144,38 @@ class AdaptiveBatchSize(pl.Callback):
         """Take the place of the train loader before anybody asks for it."""
         if stage == "fit":
             guards.check_trainer(trainer, AdaptiveBatchSize)
-            self._controller = None
+            self._controller = self._restored = self._ended = None
             self._run = Run(trainer, self.settings)
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to resume: the place in the epoch is not restored yet."""
-        if trainer.training:
+        """Have the fit go on where the checkpoint was written.
+
+        Raises:
+            MisconfigurationException: For a checkpoint that holds no state of this callback, or that of a run with
+                another policy.
+        """
+        if self._run is None:
+            return  # weights are loaded to validate, test or predict
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is None:
             raise guards.refuse(
-                "resuming a fit from a checkpoint yet",
-                "load the weights with load_from_checkpoint, and start a new fit without ckpt_path",
+                "resuming from a checkpoint that was written without it: batch size, averages and counts are not there",
+                "to start adapting from these weights, load them with load_from_checkpoint and fit without ckpt_path",
             )
+        try:
+            snapshot = Snapshot.from_state_dict(state)
+            if snapshot is not None:
+                load_state(self.policy, snapshot.rule["policy"])
+        except ValueError as error:
+            raise guards.refuse(
+                f"this checkpoint: {error}",
+                "resume with the policy that the checkpoint was written with, or load the weights with "
+                "load_from_checkpoint and fit without ckpt_path",
+            ) from None
+        self._run.restored = self._restored = snapshot
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,7 +193,7 @@ class AdaptiveBatchSize(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Open a row of measurements."""
-        self._running.begin_batch()
+        self._running.begin_batch(batch)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -200,22 +225,57 @@ class AdaptiveBatchSize(pl.Callback):
         self._running.end_epoch()
 
     @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that the validation that follows a batch is done."""
+        if self._run is not None:
+            self._run.end_validation()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run as this process knows it: plain numbers, strings and tensors."""
+        if self._run is not None:
+            return self._run.state_dict(alone=True)
+        return self._ended or (FRESH if self._restored is None else self._restored.state_dict())
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state to be looked at; a fit goes on from it if it resumes from the same checkpoint.
+
+        Raises:
+            ValueError: For the state of another version.
+        """
+        self._restored = Snapshot.from_state_dict(state_dict)
+
+    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write the base learning rates, without the factor."""
+        """Write what all ranks know, and the base learning rates without the factor."""
         if self._run is not None:
+            if self._run.several_ranks:
+                checkpoint["callbacks"][self.state_key] = self._run.state_dict(alone=False)
             self._run.write_base_learning_rates(checkpoint)
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the state for checkpoints that are written after the fit."""
+        self._ended = self._running.state_dict(alone=False)
+
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give everything back; after an exception Lightning calls no ``teardown``."""
-        self._give_back()
+        """Keep the state, for others write a checkpoint now; after an exception Lightning calls no ``teardown``."""
+        try:
+            if self._run is not None:
+                self._ended = self._run.state_dict(alone=True)
+        finally:
+            self._give_back()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give everything back."""
         if stage == "fit":
+            if self._run is not None:
+                self._run.end()
             self._give_back()
 
     def _give_back(self) -> None:

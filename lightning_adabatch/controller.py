@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_adabatch.limits import Decision, Limits
-from lightning_adabatch.policies import Observation, Policy, Progress
+from lightning_adabatch.policies import Observation, Policy, Progress, dump_state, load_state
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,38 @@ class Controller:
         self.training_samples = training_samples
         self.decision = limits.decide(self.decision.damping) or self.decision
 
+    def copy(self, observe: Callable[[], Sequence[Observation]]) -> Controller:
+        """Return another controller that stands where this one does, and tells nobody anything."""
+        other = copy.copy(self)
+        other._observe, other._notify, other._said = observe, _ignore, set()
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts, decision and policy state as plain numbers; hyperparameters are not among them."""
+        latest = self.latest
+        return {
+            "updates": self.updates,
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "initial_batch_size": self.limits.initial_batch_size,
+            "batch_size": self.decision.batch_size,
+            "lr_factor": self.decision.lr_factor,
+            "damping": self.decision.damping,
+            "latest": None if latest is None else [latest.loss, latest.grad_norm_sq, latest.batch_size],
+            "policy": dump_state(self.policy, self.state),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another controller stood; its decision is bounded by the limits of this one.
+
+        Raises:
+            ValueError: If the state is that of another policy.
+        """
+        self.state = load_state(self.policy, state["policy"])
+        self.updates, self.samples, self.skipped = state["updates"], state["samples"], state["skipped"]
+        self.latest = None if state["latest"] is None else Observation(*state["latest"])
+        self.decision = self.limits.decide(state["damping"]) or self.decision
+
     def _take(self, observations: Sequence[Observation]) -> None:
         for observation in observations:
             measured = (observation.loss, observation.grad_norm_sq)
@@ -150,3 +183,7 @@ class Controller:
         if kind not in self._said:
             self._said.add(kind)
             self._notify(message)
+
+
+def _ignore(message: str) -> None:
+    del message

@@ -7,13 +7,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as cb
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    XLAStrategy,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_adabatch.limits import Limits
 
 _NAME = "AdaptiveBatchSize"
+
+_SUPPORTED_STRATEGIES = (DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+_REFUSED_STRATEGIES = (DeepSpeedStrategy, XLAStrategy)  # which are kinds of DDPStrategy by inheritance
 
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (cb.GradientAccumulationScheduler, "remove it; the batch size is adapted by this callback"),
@@ -43,11 +53,7 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
         for kind, remedy in _REFUSED_CALLBACKS:
             if isinstance(callback, kind):
                 raise refuse(f"{kind.__name__} beside it", remedy)
-    if type(trainer.strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
-        raise refuse(
-            f"{type(trainer.strategy).__name__} on {trainer.world_size} device(s) yet",
-            "train on one CPU, CUDA or MPS device with the default strategy: Trainer(devices=1)",
-        )
+    _check_strategy(trainer)
     if trainer.accumulate_grad_batches != 1:
         raise refuse(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) yet",
@@ -55,6 +61,21 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise refuse(f"precision={trainer.precision!r} yet", "use precision='bf16-mixed' or '32-true'")
+
+
+def _check_strategy(trainer: pl.Trainer) -> None:
+    strategy = trainer.strategy
+    supported = type(strategy) is SingleDeviceStrategy or isinstance(strategy, _SUPPORTED_STRATEGIES)
+    if not supported or isinstance(strategy, _REFUSED_STRATEGIES):
+        raise refuse(
+            type(strategy).__name__,
+            "train on one device, or with strategy='ddp', 'ddp_spawn', 'fsdp' or ModelParallelStrategy(...)",
+        )
+    if isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name:
+        raise refuse(
+            f"FSDPStrategy(sharding_strategy={strategy.sharding_strategy.name!r})",
+            "set sharding_strategy='FULL_SHARD', or use ModelParallelStrategy",
+        )
 
 
 def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -140,11 +161,16 @@ def _check_iterates_plainly(loader: DataLoader[Any]) -> None:
         raise refuse(f"{name}, which overrides {method}: its batches are its own", "use a plain DataLoader")
 
 
+def plain_batch_sampler(batch_sampler: Any) -> bool:
+    """Whether a batch sampler only groups its sampler's indices: then it counts as its sampler."""
+    return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__
+
+
 def _check_samplers(loader: DataLoader[Any]) -> None:
-    batch_sampler = loader.batch_sampler
+    batch_sampler: Any = loader.batch_sampler
     if batch_sampler is None:
         raise refuse("DataLoader(batch_size=None)", "set a batch_size in the DataLoader")
-    if type(batch_sampler) is not BatchSampler:
+    if not plain_batch_sampler(batch_sampler):
         raise refuse(
             f"the batch sampler {type(batch_sampler).__name__} yet",
             "pass sampler=... and batch_size=... to the DataLoader instead of batch_sampler=...",

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,12 +25,19 @@ class Meter:
 
     Args:
         requires: What to measure, out of :data:`MEASURES`; the rest costs nothing.
+        mean: Returns the mean of a tensor over all processes, a collective; None for one process.
+
+    Attributes:
+        shards: Processes over which gradients that are plain tensors are divided.
     """
 
-    def __init__(self, requires: frozenset[str]) -> None:
+    def __init__(self, requires: frozenset[str], mean: Callable[[Tensor], Tensor] | None = None) -> None:
         self.measures_loss = "loss" in requires
         self.measures_norm = "grad_norm_sq" in requires
+        self.shards = 1
         self._width = self.measures_loss + self.measures_norm
+        self._mean = mean
+        self._before: list[Observation] = []  # of an unfinished window of the process that was cut
         self._loss: Tensor | None = None  # of the row that is open
         self._norm: Tensor | None = None
         self._scalars: list[Tensor] = []  # of the closed rows, loss before norm, or stacks of them
@@ -44,7 +56,7 @@ class Meter:
     def gradients(self, gradients: list[Tensor]) -> None:
         """Take the gradients of the update, unscaled and before clipping; the first call in a row counts."""
         if self.measures_norm and self._norm is None:
-            self._norm = grad_norm(gradients).reshape(1)
+            self._norm = grad_norm(gradients, self.shards).reshape(1)
 
     def close(self, batch_size: int) -> None:
         """End the row of an update over ``batch_size`` samples."""
@@ -58,13 +70,46 @@ class Meter:
 
     def read(self) -> list[Observation]:
         """Return the closed rows, oldest first, and start afresh: the one copy from the device to the host."""
-        sizes, self._sizes = self._sizes, []
+        observations = self.peek()
+        self._before, self._scalars, self._sizes = [], [], []
+        return observations
+
+    def peek(self, *, alone: bool = False) -> list[Observation]:
+        """Return the closed rows, and keep them.
+
+        Args:
+            alone: Ask nobody else: the other processes may not be there to answer.
+        """
+        return self._before + self._rows(None if alone else self._mean)
+
+    def put_back(self, observations: list[Observation]) -> None:
+        """Go on with the rows of an unfinished window."""
+        self._before = list(observations)
+
+    def copy(self, *, alone: bool) -> Meter:
+        """Return another meter that has measured the same; ``alone`` it asks nobody else."""
+        other = copy.copy(self)
+        other._mean = None if alone else self._mean
+        other._scalars, other._sizes = list(self._scalars), list(self._sizes)
+        return other
+
+    def _rows(self, mean: Callable[[Tensor], Tensor] | None) -> list[Observation]:
+        sizes = self._sizes
         if self._width == 0:
             return [Observation(None, None, size) for size in sizes]
         if not sizes:
             return []
-        values = self._stacked().tolist()
-        self._scalars = []
+        stacked = self._stacked()
+        if mean is None:
+            values = stacked.tolist()
+        else:  # of the norms the squares: each shard holds its share of the sum
+            rows = stacked.double().view(-1, self._width)
+            if self.measures_norm:
+                rows[:, -1].square_()
+            rows = mean(rows)
+            if self.measures_norm:
+                rows[:, -1].sqrt_()
+            values = rows.flatten().tolist()
         losses = values[:: self._width] if self.measures_loss else [None] * len(sizes)
         norms = values[self._width - 1 :: self._width] if self.measures_norm else [None] * len(sizes)
         return [
@@ -85,21 +130,47 @@ class Meter:
 _MISSING = torch.full((1,), torch.nan)
 
 
-def grad_norm(gradients: list[Tensor]) -> Tensor:
+def grad_norm(gradients: list[Tensor], shards: int = 1) -> Tensor:
     """Return the 2-norm of all gradients together: a float32 scalar on their device, without a host sync.
 
+    Of sharded gradients this process sees only its part: each part is weighed by the number of parts, so that
+    the mean of the squares over all processes is the square of the global norm.
+
     Args:
-        gradients: Dense or sparse tensors of any shapes; with none of them the norm is 0.
+        gradients: Dense, sparse or distributed tensors of any shapes; with none of them the norm is 0.
+        shards: Processes over which those that are plain tensors are divided.
     """
     if not gradients:
         return torch.zeros(())
     first = gradients[0]
     kind, device = torch.float32, first.device
-    if all(g.dtype is kind and g.device == device and not g.is_sparse for g in gradients):
+    if all(type(g) is Tensor and g.dtype is kind and g.device == device and not g.is_sparse for g in gradients):
         # What get_total_norm does, without its grouping by device and type, which costs as much again.
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        return norm.detach()
+        return (norm if shards == 1 else norm * math.sqrt(shards)).detach()
+    parts = [_part(g, shards) for g in gradients]
+    norms = [
+        _plain_norm([part for part, divided in parts if divided == count]) * math.sqrt(count)
+        for count in sorted({divided for _, divided in parts})
+    ]
+    return norms[0].detach() if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)).detach()
+
+
+def _part(gradient: Tensor, shards: int) -> tuple[Tensor, int]:
+    """Return what this process has of a gradient, and over how many processes it is divided."""
+    distributed: Any = gradient
+    placements = getattr(gradient, "placements", None)  # of a DTensor, which builds without distributed lack
+    if placements is None:
+        return gradient, shards
+    if any(placement.is_partial() for placement in placements):
+        return distributed.full_tensor(), 1
+    mesh = distributed.device_mesh
+    divided = [mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard()]
+    return distributed.to_local(), math.prod(divided)
+
+
+def _plain_norm(gradients: list[Tensor]) -> Tensor:
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     # Half precision would overflow when squared.
     full = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in dense]
-    return torch.nn.utils.get_total_norm(full).detach().float()
+    return torch.nn.utils.get_total_norm(full).float()

@@ -22,6 +22,7 @@ class Record:
         epochs: Samples divided by the number of training samples.
         lr_factor: What multiplied the learning rate in this update.
         damping: What the policy had asked for, before rounding and caps.
+        device_batch_size: Samples on one rank, or None where that is all of them.
         loss: The policy's estimate of the training loss, else the last loss observed, or None.
         grad_norm_sq: The same of the squared gradient norm.
         skipped: Batches without an update and observations that were not finite, or None for none so far.
@@ -33,6 +34,7 @@ class Record:
     epochs: float
     lr_factor: float
     damping: float
+    device_batch_size: int | None = None
     loss: float | None = None
     grad_norm_sq: float | None = None
     skipped: int | None = None
@@ -51,11 +53,14 @@ class Gate:
 
     Args:
         every: The interval in updates; 0 logs nothing.
+
+    Attributes:
+        logged_size: The size logged last, in samples.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._logged_size: int | None = None
+        self.logged_size: int | None = None
 
     @property
     def open(self) -> bool:
@@ -66,7 +71,7 @@ class Gate:
         """Whether the record of this update is logged at once; if so, its size is what the next compare with."""
         if not self.open:
             return False
-        known = self._logged_size
+        known = self.logged_size
         moved = known is not None and abs(batch_size - known) >= _NOTABLE_CHANGE * known
         due = updates % self._every == 0 or moved
         if due:
@@ -75,4 +80,4 @@ class Gate:
 
     def note(self, batch_size: int) -> None:
         """Take a size for the last one logged."""
-        self._logged_size = batch_size
+        self.logged_size = batch_size

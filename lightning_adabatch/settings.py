@@ -65,28 +65,45 @@ class Settings:
         """When decisions are made."""
         return Cadence(self.dwell, self.wait)
 
-    def limits(self, initial_batch_size: int, training_samples: int, epoch_samples: int) -> Limits:
-        """Return the bounds of a run that starts at this size, on this many samples.
+    def limits(
+        self,
+        initial_batch_size: int,
+        training_samples: int,
+        epoch_samples: int,
+        ranks: int = 1,
+        *,
+        resumed: bool = False,
+    ) -> Limits:
+        """Return the bounds of a run, all in samples over all ranks.
+
+        Args:
+            initial_batch_size: The run's first.
+            training_samples: Of the training set.
+            epoch_samples: Of one epoch.
+            ranks: Each has the same share of every batch.
+            resumed: The run goes on: its first size was checked when it began, maybe on other ranks.
 
         Raises:
             MisconfigurationException: If the initial size is not within the bounds, or not a multiple.
         """
-        initial, multiple = initial_batch_size, self.multiple_of
+        initial, multiple = initial_batch_size, self.multiple_of * ranks
+        of_ranks = "" if ranks == 1 else f" * {ranks} ranks"
         if self.adapt == "lr":
             return Limits(initial, cap=initial, adapt="lr")
-        if initial % multiple:
+        if initial % multiple and not resumed:
             raise MisconfigurationException(
-                f"AdaptiveBatchSize: the initial batch size {initial} is not a multiple of multiple_of={multiple}. "
-                f"Set batch_size={round_up(initial, multiple)} in the DataLoader, or another multiple_of."
+                f"AdaptiveBatchSize: the initial batch size {initial} is not a multiple of "
+                f"multiple_of={self.multiple_of}{of_ranks}. "
+                f"Set batch_size={round_up(initial, multiple) // ranks} in the DataLoader, or another multiple_of."
             )
         given = max(initial, training_samples) if self.max_batch_size is None else self.max_batch_size
         cap = given if given == math.inf else round_down(given, multiple)
         floor = round_up(self.min_batch_size, multiple)
-        if not floor <= initial <= cap:
+        if cap < multiple or floor > cap or not (floor <= initial <= cap or resumed):
             raise MisconfigurationException(
                 f"AdaptiveBatchSize: the initial batch size {initial} is not within {floor} and {cap}, which are "
                 f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size} as multiples of "
-                f"multiple_of={multiple}. Change batch_size in the DataLoader, or the bounds."
+                f"multiple_of={self.multiple_of}{of_ranks}. Change batch_size in the DataLoader, or the bounds."
             )
         return Limits(initial, cap, floor, multiple, epoch_samples, "batch_size", self.lr_scaling)
 

@@ -23,6 +23,17 @@ class ValidationPoints:
         self._planned = batches // every
         self._passed = 0
 
+    def state(self) -> list[int]:
+        """Return what :meth:`from_state` makes them again from."""
+        return [self._stride, self._planned, self._passed]
+
+    @classmethod
+    def from_state(cls, state: list[int]) -> ValidationPoints:
+        """Return the points of an epoch that another process began."""
+        points = cls(1, 1.0, 1)
+        points._stride, points._planned, points._passed = state
+        return points
+
     def reached(self, consumed: int, *, last: bool) -> bool:
         """Whether validation follows a batch that ends at ``consumed`` samples; ``last`` of the epoch or not."""
         passed = consumed // self._stride

@@ -4,21 +4,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Sampler
 
+from lightning_adabatch import generators
+from lightning_adabatch.loader.order import order_of
 from lightning_adabatch.loader.parcel import Parcel, unpack
 from lightning_adabatch.loader.plan import BlockPlan, EpochPlan
+
+# So many of the indices before a place are remembered by what they look like, to know the order again.
+_WITNESSES = 8
 
 
 class SizeInForce:
     """The batch size in force, shared by a loader and its passes.
 
     Args:
-        sampler: The user's, of which only the length is read.
+        available: Returns the samples that there are.
         max_samples: No pass has more samples, or None.
         wanted: Samples per batch that are asked for.
 
@@ -27,8 +33,8 @@ class SizeInForce:
         batch_size: Samples of the next batch, the epoch's tail apart; never more than one epoch holds.
     """
 
-    def __init__(self, sampler: Any, max_samples: int | None, wanted: int) -> None:
-        self._sampler = sampler
+    def __init__(self, available: Callable[[], int], max_samples: int | None, wanted: int) -> None:
+        self._available = available
         self._max_samples = max_samples
         self.set(wanted)
 
@@ -39,7 +45,7 @@ class SizeInForce:
 
     def refresh(self) -> None:
         """Look at the length of the sampler again: it may change from one pass to the next."""
-        samples = len(self._sampler)
+        samples = self._available()
         self.epoch_samples = samples if self._max_samples is None else min(samples, self._max_samples)
         self.batch_size = min(self._wanted, self.epoch_samples) if self.epoch_samples else self._wanted
 
@@ -52,17 +58,30 @@ class BlockSampler(Sampler[list[Any]]):
         plan: The pass.
         carried: Indices that the pass begins with.
         size: Knows the batch size in force.
+        own: The generators of the loader and the sampler.
+
+    Attributes:
+        started: The generators' state when the user's sampler began; None before.
+        sampler_epoch: The epoch that the sampler shuffles for, if it has one.
+        order: What is known of the order over all ranks.
     """
 
-    def __init__(self, sampler: Any, plan: EpochPlan, carried: list[Any], size: SizeInForce) -> None:
+    def __init__(
+        self, sampler: Any, plan: EpochPlan, carried: list[Any], size: SizeInForce, own: list[torch.Generator]
+    ) -> None:
         self.plan = plan
         self.blocks = BlockPlan(plan, available=len(carried) + len(sampler))
         self.in_flight: deque[int] = deque()  # samples of the blocks that were asked for and did not arrive
         self._sampler = sampler
+        self.sampler_epoch = getattr(sampler, "epoch", None)
+        self.order = order_of(sampler)
         self.carried = carried
+        self.started: dict[str, Any] | None = None
         self._size = size
+        self._own = own
         self._source: Iterator[Any] | None = None
-        self._kept: deque[tuple[int, list[Any]]] = deque()  # (position, indices) of blocks, for tails that are carried
+        # (position, indices) of the blocks around what is being trained, for tails that are carried and witnesses
+        self._kept: deque[tuple[int, list[Any]]] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Return an iterator that can go on after it said that there is nothing to fetch."""
@@ -102,16 +121,40 @@ class BlockSampler(Sampler[list[Any]]):
         if missing > 0:
             self._draw(self.blocks.dispatched, missing)
             self.blocks.dispatched += missing
+        return self._between(plan.consumed, plan.total)
+
+    def witnesses(self, consumed: int) -> list[str]:
+        """Return what the last few indices before a place look like."""
+        return [repr(index) for index in self._between(consumed - _WITNESSES, consumed)]
+
+    def replay(self, started: dict[str, Any], witnesses: list[str] | None) -> bool:
+        """Begin the sampler as it had begun, and go past what was handed out; whether the order is the same.
+
+        Leaves the global generators where the sampler left them.
+        """
+        generators.restore(started["global"])
+        if len(started["own"]) != len(self._own):
+            return False
+        for generator, state in zip(self._own, started["own"], strict=True):
+            generator.set_state(state.cpu())
+        passed = deque(islice(self._indices(), self.plan.consumed), maxlen=_WITNESSES)
+        self.started = started
+        self.blocks.dispatched = self.plan.consumed
+        self._kept.append((self.plan.consumed - len(passed), list(passed)))
+        return witnesses is None or [repr(index) for index in passed] == witnesses
+
+    def _between(self, start: int, stop: int) -> list[Any]:
         return [
             index
-            for start, block in self._kept
-            for position, index in enumerate(block, start)
-            if plan.consumed <= position < plan.total
+            for first, block in self._kept
+            for position, index in enumerate(block, first)
+            if start <= position < stop
         ]
 
     def _indices(self) -> Iterator[Any]:
         if self._source is None:
             # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
+            self.started = {"global": generators.capture(), "own": [own.get_state() for own in self._own]}
             self._source = chain(self.carried, iter(self._sampler))
         return self._source
 
@@ -122,10 +165,10 @@ class BlockSampler(Sampler[list[Any]]):
                 f"{type(self._sampler).__name__} has a length of {len(self._sampler)} but gave only "
                 f"{start + len(indices) - len(self.carried)} indices. Make its __len__ say how many it gives."
             )
-        if self.plan.tail == "carry":
-            while self._kept and self._kept[0][0] + len(self._kept[0][1]) <= self.plan.consumed:
-                self._kept.popleft()
-            self._kept.append((start, indices))
+        done = self.plan.consumed - self.plan.last_size - _WITNESSES  # the batch in hand may have to be begun again
+        while self._kept and self._kept[0][0] + len(self._kept[0][1]) <= done:
+            self._kept.popleft()
+        self._kept.append((start, indices))
         return indices
 
 

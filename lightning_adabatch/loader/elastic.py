@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_adabatch.loader.blocks import BlockSampler, BlockStream, Piece, SizeInForce
-from lightning_adabatch.loader.cut import can_cut, cut, join
-from lightning_adabatch.loader.parcel import collate_apart, pack
+from lightning_adabatch.loader.assembly import assembler, block_collate, blocks_apart
+from lightning_adabatch.loader.blocks import BlockSampler, SizeInForce
+from lightning_adabatch.loader.passes import Pass
 from lightning_adabatch.loader.plan import EpochPlan, Tail
 
 
@@ -40,7 +39,10 @@ class ElasticLoader:
             that a ``DataLoader`` has is read from the user's.
         own_batch_size: The user's, in samples.
         max_batches: No pass has more batches, or None.
+        agreed_samples: What all ranks have of the sampler's indices; None for all.
         nominal: While True, ``len`` is that of the user's loader.
+        carried: Indices that the next pass begins with.
+        lost_place: Whether the pass begun last could not begin where it was asked to.
 
     Example:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -71,10 +73,13 @@ class ElasticLoader:
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = False
         self.max_batches = max_batches
-        self._size = SizeInForce(self.sampler, max_samples, self.own_batch_size)
+        self.agreed_samples: int | None = None
+        self._size = SizeInForce(self.available, max_samples, self.own_batch_size)
         self._source = _CurrentBlocks()
         self._owned: DataLoader[Any] | None = None
-        self._carried: list[Any] = []  # indices that the next pass begins with
+        self.carried: list[Any] = []
+        self._place: dict[str, Any] | None = None
+        self.lost_place = False
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         # The pass begun last, or that handed out a batch last. Passes hold their loader and end their workers
         # when the last reference to them goes, as a DataLoader's do: so it holds them weakly.
@@ -85,6 +90,11 @@ class ElasticLoader:
         if name == "loader" or name.startswith("__"):  # not there yet while unpickling or copying
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def available(self) -> int:
+        """Return the samples of the sampler that are used."""
+        samples = len(self.sampler)
+        return samples if self.agreed_samples is None else min(samples, self.agreed_samples)
 
     @property
     def epoch_samples(self) -> int:
@@ -115,7 +125,7 @@ class ElasticLoader:
     def __len__(self) -> int:
         """Batches of the current pass: those handed out, and those to come if the size stays."""
         if self.nominal:
-            full, rest = divmod(len(self.sampler), self.own_batch_size)
+            full, rest = divmod(self.available(), self.own_batch_size)
             # Even where the user's loader would have none: no epoch is empty.
             return full + (rest > 0 and not (self.drop_last and full > 0))
         latest = self._latest_pass
@@ -133,17 +143,27 @@ class ElasticLoader:
             latest.release()
         if self._owned is None:
             self._owned = _own(self, self._source)
-        blocks = BlockSampler(self.sampler, self._fresh_plan(), self._carried, self._size)
-        self._source.current = blocks
-        begun = Pass(self, blocks, iter(self._owned), _assembler(self))
+        begun = self._begin() if self._place is None else self._go_on(self._place)
         self._latest = weakref.ref(begun)
         self._passes.add(begun)
         return begun
 
+    def place_at(self, place: dict[str, Any] | None) -> None:
+        """Have passes begin where another one stood, until this is called with None.
+
+        Args:
+            place: From :meth:`Pass.state_dict`. If the sampler does not give the same order again, or the
+                number of samples is another, the pass begins at its first sample, and ``lost_place`` is True.
+        """
+        self._place = place
+        self.lost_place = False
+        if place is not None:
+            self.carried = list(place["carried"])
+
     def carry_from(self, ended: Pass) -> None:
         """Begin the next pass with what this one left over, where tails are carried."""
         if self.tail == "carry":
-            self._carried = ended.blocks.leftover()
+            self.carried = ended.blocks.leftover()
 
     def close(self) -> None:
         """End the worker processes; the next pass starts new ones."""
@@ -168,13 +188,55 @@ class ElasticLoader:
         del value
         self.close()
 
+    def _begin(self) -> Pass:
+        blocks = BlockSampler(self.sampler, self._fresh_plan(), self.carried, self._size, self._own_generators)
+        return self._pass(blocks, (self.loader.generator or torch.default_generator).get_state())
+
+    def _go_on(self, place: dict[str, Any]) -> Pass:
+        """Begin a pass where another one stood; leaves the global generators anywhere."""
+        if place["sampler_epoch"] is not None and hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(place["sampler_epoch"])
+        plan = self._fresh_plan()
+        same = plan.total == place["total"]
+        plan.batches, plan.last_size = place["batches"], place["last_size"]
+        blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
+        if same:
+            plan.consumed, plan.over = place["consumed"], place["over"]
+            blocks.blocks.go_on(place["blocks"])
+            same = place["started"] is None or blocks.replay(place["started"], place["witnesses"])
+        if not same:
+            plan.consumed, plan.over = 0, False
+            blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
+        self.lost_place = not same
+        # The base seed of the workers is drawn once more, without a trace on the sampler's generator.
+        assert self._owned is not None  # for the type checker: __iter__ made it
+        base = torch.Generator()
+        base.set_state(place["base_state"].cpu())
+        self._owned.generator = base
+        try:
+            return self._pass(blocks, place["base_state"])
+        finally:
+            self._owned.generator = self.loader.generator
+
+    def _pass(self, blocks: BlockSampler, base_state: torch.Tensor) -> Pass:
+        assert self._owned is not None  # for the type checker: __iter__ made it
+        self._source.current = blocks
+        return Pass(blocks, iter(self._owned), assembler(self.loader), self._size, base_state, self._handed_out)
+
+    @property
+    def _own_generators(self) -> list[torch.Generator]:
+        """Those of the loader and the sampler, each once."""
+        found = [getattr(owner, "generator", None) for owner in (self.loader, self.sampler)]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
     def _fresh_plan(self) -> EpochPlan:
-        total = self.epoch_samples + len(self._carried)
+        total = self.epoch_samples + len(self.carried)
         return EpochPlan(total, self.own_batch_size, self.tail, self.max_batches)
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and, once it is over, what the next one begins with."""
-        self._latest = weakref.ref(begun)
+        if self._latest_pass is not begun:
+            self._latest = weakref.ref(begun)
         if begun.plan.over:
             self.carry_from(begun)
 
@@ -188,89 +250,15 @@ class _CurrentBlocks:
         return iter(self.current)
 
 
-class Pass(Iterator[Any]):
-    """One pass over the data.
-
-    Attributes:
-        plan: Where it stands.
-        blocks: What was asked of the workers.
-    """
-
-    def __init__(
-        self,
-        loader: ElasticLoader,
-        blocks: BlockSampler,
-        source: Iterator[Any],
-        assemble: Callable[[list[Piece], int], Any],
-    ) -> None:
-        self.blocks = blocks
-        self.plan = blocks.plan
-        self._loader = loader
-        self._assemble = assemble
-        # Workers' random collate functions are seeded from this; torch draws it once a pass.
-        self._base_seed: int = source._base_seed  # type: ignore[attr-defined]
-        self._stream = BlockStream(source, blocks.in_flight)
-
-    @property
-    def source(self) -> Iterator[Any] | None:
-        """The owned ``DataLoader``'s iterator; None once the pass is over or closed."""
-        return self._stream.source
-
-    @property
-    def length(self) -> int:
-        """Batches handed out, and those to come if the size in force stays."""
-        return self.plan.batches + self.plan.batches_left(self._loader.batch_size)
-
-    def __next__(self) -> Any:
-        size = self.plan.hand_out(self._loader._size.batch_size)
-        if size == 0:
-            self.blocks.finish()
-            self.release()
-            raise StopIteration
-        self.blocks.blocks.note(size)
-        batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
-        if self.plan.over or self._loader._latest_pass is not self:
-            self._loader._handed_out(self)
-        return batch
-
-    def release(self) -> None:
-        """Let go of the worker processes, unless they are persistent."""
-        self._stream.source = None
-
-
-def _assembler(loader: ElasticLoader) -> Callable[[list[Piece], int], Any]:
-    """Return what makes a batch of pieces and a seed; the counterpart of what :func:`_own` collates with."""
-    pin = bool(loader.pin_memory) and torch.accelerator.is_available()
-
-    def whole(pieces: list[Piece], seed: int) -> Any:
-        del seed
-        return pieces[0].block
-
-    def cut_and_join(pieces: list[Piece], seed: int) -> Any:
-        del seed
-        cuts = [piece.block if piece.whole else cut(piece.block, piece.start, piece.stop) for piece in pieces]
-        return cuts[0] if len(cuts) == 1 else join(cuts, pin=pin)
-
-    def collate(pieces: list[Piece], seed: int) -> Any:
-        samples: Sequence[Any] = [s for piece in pieces for s in piece.block[piece.start : piece.stop]]
-        batch = collate_apart(loader.collate_fn, samples, seed)
-        return pin_memory(batch) if pin else batch  # type: ignore[no-untyped-call]
-
-    if loader.num_workers == 0:
-        return whole
-    return cut_and_join if _cuts(loader) else collate
-
-
 def _own(loader: ElasticLoader, source: _CurrentBlocks) -> DataLoader[Any]:
     """Build the ``DataLoader`` that fetches the blocks, with all of the user's settings."""
     user = loader.loader
-    apart = loader.num_workers > 0 and not _cuts(loader)
     return DataLoader(
         loader.dataset,
         batch_sampler=source,  # an iterable of lists is all that it needs
         num_workers=loader.num_workers,
-        collate_fn=pack if apart else user.collate_fn,
-        pin_memory=user.pin_memory and not apart,
+        collate_fn=block_collate(user),
+        pin_memory=user.pin_memory and not blocks_apart(user),
         timeout=user.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=user.multiprocessing_context,
@@ -279,7 +267,3 @@ def _own(loader: ElasticLoader, source: _CurrentBlocks) -> DataLoader[Any]:
         persistent_workers=user.persistent_workers,
         pin_memory_device=user.pin_memory_device,
     )
-
-
-def _cuts(loader: ElasticLoader) -> bool:
-    return loader.collate_fn is default_collate and can_cut()

@@ -140,6 +140,14 @@ class BlockPlan:
         self.dispatched += block
         return block
 
+    def state(self) -> list[int]:
+        """Return what its guesses rest on."""
+        return [self._first_size, int(self._moved), *self._recent]
+
+    def go_on(self, state: list[int]) -> None:
+        """Take over the guesses of the process before."""
+        self._first_size, self._moved, self._recent = state[0], bool(state[1]), state[2:]
+
     def _border_beyond(self, position: int, size: int) -> int:
         border = self.plan.consumed  # the end of the batch that is being cut
         if border > position:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules: pure functions of numbers. Nothing here knows of torch, Lightning, clocks or logs."""
 
-from lightning_adabatch.policies.base import Observation, Policy, Progress
+from lightning_adabatch.policies.base import Observation, Policy, Progress, dump_state, load_state
 from lightning_adabatch.policies.open_loop import Constant, GeoDamp, Schedule
 from lightning_adabatch.policies.radadamp import RadaDamp, RadaDampState
 
@@ -14,4 +14,6 @@ __all__ = [
     "RadaDamp",
     "RadaDampState",
     "Schedule",
+    "dump_state",
+    "load_state",
 ]

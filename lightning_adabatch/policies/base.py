@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -114,3 +115,38 @@ class Policy(ABC, Generic[State]):
         """Return what the user should know about this state, or None. The first one in a run is said."""
         del state
         return None
+
+
+def dump_state(policy: Policy[Any], state: Any) -> dict[str, Any]:
+    """Return a policy's state as plain numbers, with the name of the class that it belongs to."""
+    return {"class": _name(policy), "state": _fields(state) if _has_fields(state) else state}
+
+
+def load_state(policy: Policy[Any], dumped: Mapping[str, Any]) -> Any:
+    """Return the state that :func:`dump_state` wrote.
+
+    Raises:
+        ValueError: If it is that of another policy, or of another version of this one.
+    """
+    if dumped["class"] != _name(policy):
+        raise ValueError(f"the state is that of {dumped['class']}, and the policy is {_name(policy)}")
+    fresh, stored = policy.init(), dumped["state"]
+    if not _has_fields(fresh):
+        return stored
+    if not isinstance(stored, Mapping) or stored.keys() != _fields(fresh).keys():
+        raise ValueError(f"the state is {stored}, and {_name(policy)} has the fields {', '.join(_fields(fresh))}")
+    return type(fresh)(**stored)
+
+
+def _name(policy: Policy[Any]) -> str:
+    return f"{type(policy).__module__}.{type(policy).__qualname__}"
+
+
+def _has_fields(state: Any) -> bool:
+    return hasattr(state, "_asdict") or dataclasses.is_dataclass(state)
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    if hasattr(state, "_asdict"):
+        return dict(state._asdict())
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that touches Lightning's internals. Each touch is one function that says what and why."""
+
+from lightning_adabatch.bridge.trainer import Bridge
+
+__all__ = ["Bridge"]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counts by which Lightning plans the last batch, validation, schedulers and progress bars, kept true.
+
+Lightning reads the number of batches once, before the first epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_adabatch.bridge.slot import Slot
+from lightning_adabatch.sinks import show_total
+from lightning_adabatch.validation import ValidationPoints
+
+
+class Counts:
+    """Keeps a Trainer's counts in agreement with its elastic loader.
+
+    Args:
+        trainer: The Trainer.
+        slot: Where its loader is.
+    """
+
+    def __init__(self, trainer: pl.Trainer, slot: Slot) -> None:
+        self._trainer = trainer
+        self._slot = slot
+        self._points: ValidationPoints | None = None
+        self._planned_val_check_batch: Any = None
+        self._warned_short = False
+
+    def limits_of(self, loader: Any) -> tuple[int | None, int | None]:
+        """Return the most batches and the most samples of an epoch that the Trainer's flags allow.
+
+        A whole number of batches is one, whatever their size; a share is a share of the data, in batches of
+        the initial size. What is overfitted is a fixed set of samples.
+        """
+        trainer = self._trainer
+        limit = trainer.limit_train_batches
+        overfit: int | float = trainer.overfit_batches  # type: ignore[attr-defined]  # set late
+        size = loader.batch_sampler.batch_size
+        if isinstance(limit, float):
+            return None, None if limit == 1.0 else int(len(loader) * limit) * size
+        if overfit:
+            return None, int(limit) * size
+        return int(limit), None
+
+    def loaders_made(self) -> None:
+        """Take over what Lightning planned with the length at the initial size, and set the true counts."""
+        self._planned_val_check_batch = self._trainer.val_check_batch
+        self._points = None
+        if self._slot.loader is not None and len(self._slot.train_loaders()) == 1:
+            self.set(len(self._slot.loader))
+
+    def begin_epoch(self) -> None:
+        """Plan an epoch that starts now: its number of batches and its validation points."""
+        loader = self._slot.loader
+        if loader is None:
+            return
+        live = self._slot.live
+        loader.carry_from(live)
+        if live.plan.batches == 0:
+            live.mark()  # its sampler has not begun, or did so before the hooks that draw at random
+        batches = loader.fresh_length
+        self.set(batches)
+        interval = self._val_check_interval
+        if isinstance(interval, float):
+            # With infinity Lightning validates after the last batch.
+            self._trainer.val_check_batch = math.inf
+            self._points = None
+            if interval != 1.0 and batches == loader.max_batches:
+                # The epoch is a number of batches, whatever their size, and so are the points in it.
+                self._trainer.val_check_batch = max(1, int(batches * interval))
+            elif interval != 1.0:
+                self._points = ValidationPoints(batches, interval, loader.batch_size)
+        self._bound_int_interval(batches)
+
+    def end_batch(self, batch_idx: int) -> None:
+        """Make every count agree with what the loader has handed out and what is left at the size in force."""
+        if self._slot.loader is None:
+            return
+        live = self._slot.live
+        live.mark()
+        batches = live.length
+        self.set(batches)
+        if self._points is not None:
+            due = self._points.reached(live.plan.consumed, last=live.plan.over)
+            self._trainer.val_check_batch = _every(batch_idx + 1, due=due)
+        self._bound_int_interval(batches)
+
+    def set(self, batches: int) -> None:
+        """Set the four counts that must agree: loop, combined loader, its live iterator, and fetcher."""
+        fit_loop = self._trainer.fit_loop
+        changed = fit_loop.max_batches != batches
+        fit_loop.max_batches = batches
+        combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+        assert combined is not None  # for the type checker: setup_data made them
+        assert fetcher is not None
+        combined.limits = [batches]
+        if combined._iterator is not None:
+            combined._iterator.limits = combined.limits
+        fetcher.length = batches
+        fetcher.done = fetcher.fetched >= batches
+        if changed:
+            show_total(self._trainer.progress_bar_callback, batches)
+
+    def validation_state(self, ended: int, *, settled: bool) -> dict[str, Any]:
+        """Return the validation points of the epoch, as plain numbers.
+
+        Args:
+            ended: Batches that ended.
+            settled: The last of them counts as ended, and :meth:`end_batch` was not called for it.
+        """
+        points, every = self._points, self._trainer.val_check_batch
+        if settled and points is not None:
+            plan = self._slot.live.plan
+            points = copy.copy(points)
+            every = _every(ended, due=points.reached(plan.consumed, last=plan.over))
+        return {"points": None if points is None else points.state(), "val_check_batch": every}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Set the counts of an epoch that another process began."""
+        if self._slot.loader is None:
+            return
+        self._points = None if state["points"] is None else ValidationPoints.from_state(state["points"])
+        batches = self._slot.live.length
+        self.set(batches)
+        self._trainer.val_check_batch = state["val_check_batch"]
+        self._bound_int_interval(batches)
+
+    def give_back(self) -> None:
+        """Put back what Lightning planned."""
+        if self._slot.loader is not None:
+            self._trainer.val_check_batch = self._planned_val_check_batch
+
+    @property
+    def _val_check_interval(self) -> int | float | None:
+        """A number of batches or a share of the epoch; None where time decides: the Trainer lacks it then."""
+        return getattr(self._trainer, "val_check_interval", None)
+
+    def _bound_int_interval(self, batches: int) -> None:
+        """Validate at the end of an epoch that became shorter than an int ``val_check_interval``."""
+        trainer = self._trainer
+        interval = self._val_check_interval
+        if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
+            return
+        trainer.val_check_batch = min(interval, batches)
+        if batches < interval and trainer.enable_validation and not self._warned_short:
+            self._warned_short = True
+            rank_zero_warn(
+                f"AdaptiveBatchSize: the epoch has {batches} batches now, fewer than val_check_interval={interval}; "
+                "validation runs at the end of such an epoch. Use a fraction, such as val_check_interval=0.5, to "
+                "validate at a share of the data."
+            )
+
+
+def _every(ended: int, *, due: bool) -> int:
+    """Return the interval that makes Lightning validate after this many batches, or not."""
+    return ended if due else ended + 1  # it validates where (batch_idx + 1) is divisible by it

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of a fit between two updates, and how another process goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_adabatch import generators
+from lightning_adabatch.bridge import progress
+from lightning_adabatch.bridge.counts import Counts
+from lightning_adabatch.bridge.patches import Patches
+from lightning_adabatch.bridge.slot import Slot
+from lightning_adabatch.loader import Pass
+
+
+class Resume:
+    """Knows at every moment where the fit stands.
+
+    Args:
+        trainer: The Trainer.
+        slot: Where its loader is.
+        counts: Its counts.
+        patches: Takes note of what is replaced.
+
+    Attributes:
+        ended: Batches of this epoch that ended.
+    """
+
+    def __init__(self, trainer: pl.Trainer, slot: Slot, counts: Counts, patches: Patches) -> None:
+        self.ended = 0
+        self._trainer = trainer
+        self._slot = slot
+        self._counts = counts
+        self._patches = patches
+        self._steps_at_end = 0  # Lightning's count of steps when the last batch ended
+        self._validated = False  # whether the validation that follows the last batch ended
+        self._before_validation: dict[str, Any] = {}  # generators, as the validation now running found them
+        self._watch_validation()
+
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins."""
+        self.ended = 0
+
+    def end_batch(self, batch_idx: int) -> None:
+        """Note that a batch ended."""
+        self.ended = batch_idx + 1
+        self._steps_at_end = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._validated = False
+
+    def end_validation(self) -> None:
+        """Note that a validation ended, the sanity check apart."""
+        self._validated = not self._trainer.sanity_checking
+
+    @property
+    def batch_begun(self) -> bool:
+        """Whether Lightning has fetched a batch that has not ended here."""
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return bool(epochs.started > epochs.processed and ready > self.ended)
+
+    @property
+    def batch_processed(self) -> bool:
+        """Whether Lightning is through with such a batch but for the hooks that end it."""
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return self.batch_begun and batches.ready == batches.processed
+
+    def state(self, *, settled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return where the fit stands: what is the same on all ranks, and what is this rank's own.
+
+        Args:
+            settled: The batch in hand counts as ended.
+        """
+        loader = self._slot.loader
+        live = None if loader is None else self._slot.live
+        ended = self.ended + settled
+        place = progress.standing(
+            self._trainer,
+            ended,
+            over=self._is_last(live, settled=settled),
+            moved_on=not settled and self._trainer.fit_loop.epoch_loop._batches_that_stepped != self._steps_at_end,
+            validated=not settled and self._validated,
+        )
+        own: dict[str, Any] = {"generators": self._generators(place, live, settled=settled)}
+        if loader is not None and live is not None:
+            another_follows = not progress.in_epoch(place) and live.plan.batches > 0
+            if another_follows:
+                loader.carry_from(live)
+            own["carried"] = list(loader.carried)
+            own["pass"] = None if another_follows else live.state_dict(at_mark=not settled)
+        return {**place, **self._counts.validation_state(ended, settled=settled)}, own
+
+    def metrics(self, *, alone: bool) -> dict[str, torch.Tensor]:
+        """Return the single values among ``callback_metrics``; computing them may take all ranks."""
+        connector = self._trainer._logger_connector
+        found: Mapping[str, Any] = connector._callback_metrics if alone else self._trainer.callback_metrics
+        values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        return {name: value.detach().cpu().clone() for name, value in values.items() if value.numel() == 1}
+
+    def go_on(self, place: dict[str, Any], own: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Go on where another process stood; called in ``on_train_start``.
+
+        Args:
+            place: What :meth:`state` returned.
+            own: The same, of this rank.
+            metrics: What ``callback_metrics`` held: schedulers and callbacks that follow one ask for it.
+        """
+        self._trainer._logger_connector._callback_metrics.update(metrics)
+        progress.take_up(self._trainer, place)
+        if progress.in_epoch(place):
+            self.ended = place["batches"]
+            self._steps_at_end = place["steps"] - (place["next"] == progress.BATCH)
+            self._validated = place["next"] == progress.AFTER_VALIDATION
+            self._counts.go_on(place)
+            self._stand_in_for_reset(place)
+        self._restore_last(own["generators"])
+
+    def restore(self, own: Mapping[str, Any]) -> None:
+        """Set the generators alone."""
+        generators.restore(own["generators"], self._trainer.strategy.root_device)
+
+    def _watch_validation(self) -> None:
+        """Remember the generators before each validation: a checkpoint written inside of it begins it again."""
+        val_loop = self._trainer.fit_loop.epoch_loop.val_loop
+        original = val_loop.run
+
+        def run() -> Any:
+            self._before_validation = generators.capture(self._trainer.strategy.root_device)
+            return original()
+
+        self._patches.put(val_loop, "run", run)
+
+    def _is_last(self, live: Pass | None, *, settled: bool) -> bool:
+        if live is None:
+            return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+        return live.plan.over if settled else live.marked.over
+
+    def _generators(self, place: Mapping[str, Any], live: Pass | None, *, settled: bool) -> dict[str, Any]:
+        if place["next"] == progress.VALIDATION and self._trainer.validating:
+            return self._before_validation
+        state = generators.capture(self._trainer.strategy.root_device)
+        if place["next"] == progress.BATCH and live is not None and not settled and self.batch_begun:
+            # What the batch that was begun drew is drawn again. Python's and NumPy's generators stay where they
+            # are: to remember them at every batch would cost more than a small step.
+            state["torch"] = live.marked.generator
+        return state
+
+    def _stand_in_for_reset(self, place: dict[str, Any]) -> None:
+        """Have the epoch loop begin the epoch where it stood, once, and finish what follows a batch."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        begin = epoch_loop.on_run_start
+
+        def reset() -> None:
+            self._patches.take_off(epoch_loop, "reset")
+            progress.reset_epoch(self._trainer, place)
+
+        def on_run_start(fetcher: Any) -> None:
+            self._patches.take_off(epoch_loop, "on_run_start")
+            begin(fetcher)
+            if self._slot.loader is not None:
+                self._counts.set(self._slot.live.length)
+            progress.finish_batch(self._trainer, place, fetcher)
+
+        self._patches.put(epoch_loop, "reset", reset)
+        self._patches.put(epoch_loop, "on_run_start", on_run_start)
+
+    def _restore_last(self, state: dict[str, Any]) -> None:
+        """Set the generators after all ``on_train_start`` hooks, which drew in the first process long ago."""
+        strategy = self._trainer.strategy
+        original = strategy.on_train_start
+
+        def on_train_start() -> None:
+            original()
+            self._patches.take_off(strategy, "on_train_start")
+            generators.restore(state, strategy.root_device)
+
+        self._patches.put(strategy, "on_train_start", on_train_start)

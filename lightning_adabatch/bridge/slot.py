@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train loader's place in a Trainer: an elastic loader is put there, and the user's is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+
+from lightning_adabatch.bridge.patches import Patches
+from lightning_adabatch.loader import ElasticLoader, Pass
+
+
+class Slot:
+    """Where a Trainer keeps its train loader.
+
+    Args:
+        trainer: The Trainer.
+        patches: Takes note of what is replaced.
+
+    Attributes:
+        loader: The elastic loader in use; None before Lightning made it, and where none was installed.
+    """
+
+    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
+        self.loader: ElasticLoader | None = None
+        self._trainer = trainer
+        self._patches = patches
+        self._making_train_loaders = False
+        self._originals: list[tuple[ElasticLoader, Any]] = []
+
+    def install(self, replace: Callable[[Any], ElasticLoader], made: Callable[[], None]) -> None:
+        """Have every train loader replaced, from now on until the patches are undone.
+
+        Args:
+            replace: Makes an elastic loader of a train loader that Lightning is about to use, or refuses it.
+            made: Called when Lightning has set up new train loaders.
+        """
+        self._wrap_process_dataloader(replace)
+        self._wrap_setup_data(made)
+        self._forget_early_loaders()
+
+    def _wrap_process_dataloader(self, replace: Callable[[Any], ElasticLoader]) -> None:
+        """Every train loader passes here, after the distributed sampler is in and before the first ``iter``."""
+        strategy = self._trainer.strategy
+        original = strategy.process_dataloader
+
+        def process_dataloader(dataloader: object) -> object:
+            processed = original(dataloader)
+            if not self._making_train_loaders:
+                return processed
+            if isinstance(processed, ElasticLoader):  # a CombinedLoader of the user's that is used again
+                elastic = processed
+            else:
+                elastic = replace(processed)
+                self._originals.append((elastic, processed))
+            elastic.nominal = True
+            self.loader = elastic
+            return elastic
+
+        self._patches.put(strategy, "process_dataloader", process_dataloader)
+
+    def _wrap_setup_data(self, made: Callable[[], None]) -> None:
+        """Only this tells train loaders from others: ``trainer.training`` does not.
+
+        While Lightning sets up, the loader reports the length at the initial size: an int
+        ``val_check_interval`` or a float ``limit_train_batches`` is checked against it, and a grown size
+        would raise late in the run. The true counts are set right after.
+        """
+        fit_loop = self._trainer.fit_loop
+        original = fit_loop.setup_data
+
+        def setup_data() -> None:
+            self._making_train_loaders = bool(self._patches)  # not if somebody still calls this after the fit
+            try:
+                original()
+            finally:
+                self._making_train_loaders = False
+            self._drop_replaced_loaders()
+            if self.loader is not None and self.loader.nominal:
+                self.loader.nominal = False
+                made()
+
+        self._patches.put(fit_loop, "setup_data", setup_data)
+
+    def _drop_replaced_loaders(self) -> None:
+        """End the workers of loaders that a reload replaced."""
+        current = {id(loader) for loader in self.train_loaders()}
+        for elastic, _ in self._originals:
+            if id(elastic) not in current:
+                elastic.close()
+        self._originals = [pair for pair in self._originals if id(pair[0]) in current]
+
+    def _forget_early_loaders(self) -> None:
+        """Have loaders made again that somebody asked for before we were there, in another ``setup`` hook."""
+        fit_loop = self._trainer.fit_loop
+        if fit_loop._combined_loader is not None:
+            if fit_loop._data_fetcher is not None:
+                fit_loop._data_fetcher.teardown()
+            fit_loop._combined_loader = None
+
+    def train_loaders(self) -> list[Any]:
+        """Return the loaders that the epoch runs over."""
+        combined = self._trainer.fit_loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    @property
+    def uses_dataloader_iter(self) -> bool:
+        """Whether ``training_step`` takes the iterator and fetches by itself."""
+        return isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether all train loaders can be asked for their state."""
+        return all(isinstance(loader, _Stateful) for loader in self.train_loaders())
+
+    @property
+    def live(self) -> Pass:
+        """The pass that the Trainer runs over: users' code may have begun others, to look at a batch."""
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None  # for the type checker: setup_data made it
+        assert combined._iterator is not None
+        begun = combined._iterator.iterators[0]
+        assert isinstance(begun, Pass)
+        return begun
+
+    def begin_pass_again(self) -> None:
+        """Have the pass that Lightning holds made again."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        assert fetcher is not None  # for the type checker: setup_data made it
+        iter(fetcher)
+
+    def give_back(self) -> None:
+        """Put the user's loaders back; safe to call twice."""
+        originals = {id(elastic): original for elastic, original in self._originals}
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None:
+            combined.flattened = [originals.get(id(loader), loader) for loader in combined.flattened]
+        # Last, for ending a worker that died raises.
+        while self._originals:
+            self._originals.pop()[0].close()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a run does to a Trainer, and how it is undone."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_adabatch.bridge.counts import Counts
+from lightning_adabatch.bridge.patches import Patches
+from lightning_adabatch.bridge.resume import Resume
+from lightning_adabatch.bridge.slot import Slot
+
+
+class Bridge:
+    """The parts that touch a Trainer.
+
+    Args:
+        trainer: The Trainer.
+
+    Attributes:
+        slot: Where its train loader is.
+        counts: Its counts.
+        resume: Where the fit stands.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._patches = Patches()
+        self.slot = Slot(trainer, self._patches)
+        self.counts = Counts(trainer, self.slot)
+        self.resume = Resume(trainer, self.slot, self.counts, self._patches)
+        self._published: int | None = None
+        self._metric = torch.tensor(0.0)
+
+    def begin_epoch(self) -> None:
+        """Plan an epoch that starts now."""
+        self.resume.begin_epoch()
+        self.counts.begin_epoch()
+
+    def end_batch(self, batch_idx: int) -> None:
+        """Follow a batch that ended."""
+        self.resume.end_batch(batch_idx)
+        self.counts.end_batch(batch_idx)
+
+    def publish(self, name: str, batch_size: int) -> None:
+        """Show the size to ``monitor=`` and on the progress bar.
+
+        Written past the public properties: reading those computes all metrics of the module, and would wait
+        for the device where one is on the progress bar.
+        """
+        connector = self._trainer._logger_connector
+        if batch_size != self._published:
+            self._published = batch_size
+            self._metric = torch.tensor(float(batch_size))
+        connector._callback_metrics[name] = self._metric
+        connector._progress_bar_metrics["batch_size"] = batch_size
+
+    def give_back(self) -> None:
+        """Put back all that was replaced; safe to call twice."""
+        self._patches.undo()
+        self.counts.give_back()
+        self.slot.give_back()
