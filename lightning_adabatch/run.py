@@ -242,6 +242,7 @@ class Run:
         loader.resize(max(1, restored.rule["batch_size"] // self._ranks.count))
         rank, ranks = self._ranks.rank, self._ranks.count
         own = restored.of_rank(rank)
+        loader.shuffle_seed = own.get("shuffle_seed")  # Lightning takes it from the global seed of this process
         place = own.get("pass")
         if place is not None:
             if not restored.whole and ranks > 1 and place["carried"]:
@@ -255,6 +256,8 @@ class Run:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
         states = checkpoint.get("optimizer_states", [])
         for number, optimizer in enumerate(self._lr.optimizers[: len(states)]):
+            if "param_groups" not in states[number]:
+                continue  # of a sharded optimizer only the first rank has the full state
             groups = states[number]["param_groups"]
             bases = self._lr.bases(optimizer)
             changed = [{**group, "lr": base} for group, base in zip(groups, bases, strict=True)]

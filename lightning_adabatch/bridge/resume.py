@@ -90,6 +90,7 @@ class Resume:
             if another_follows:
                 loader.carry_from(live)
             own["carried"] = list(loader.carried)
+            own["shuffle_seed"] = loader.shuffle_seed
             own["pass"] = None if another_follows else live.state_dict(at_mark=not settled)
         return {**place, **self._counts.validation_state(ended, settled=settled)}, own
 

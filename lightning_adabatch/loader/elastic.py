@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_adabatch.loader.assembly import assembler, block_collate, blocks_apart
@@ -159,6 +159,16 @@ class ElasticLoader:
         self.lost_place = False
         if place is not None:
             self.carried = list(place["carried"])
+
+    @property
+    def shuffle_seed(self) -> int | None:
+        """The seed of a ``DistributedSampler``, which it does not draw but is given; None for other samplers."""
+        return self.sampler.seed if isinstance(self.sampler, DistributedSampler) else None
+
+    @shuffle_seed.setter
+    def shuffle_seed(self, seed: int | None) -> None:
+        if seed is not None and isinstance(self.sampler, DistributedSampler):
+            self.sampler.seed = seed
 
     def carry_from(self, ended: Pass) -> None:
         """Begin the next pass with what this one left over, where tails are carried."""

@@ -146,7 +146,7 @@ def test_two_callbacks_are_refused(tmp_path):
         quiet([adapt(4), adapt(8)])
     trainer = quiet([adapt(4)], root=tmp_path)
     trainer.callbacks.append(adapt(8))
-    with pytest.raises(MisconfigurationException, match="two AdaptiveBatchSize callbacks in one Trainer.* keep one"):
+    with pytest.raises(MisconfigurationException, match=r"two AdaptiveBatchSize callbacks in one Trainer.* keep one"):
         trainer.fit(Recorder(), loader(8, 4))
 
 
