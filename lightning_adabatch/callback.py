@@ -175,7 +175,8 @@ class AdaptiveBatchSize(pl.Callback):
                 "resume with the policy that the checkpoint was written with, or load the weights with "
                 "load_from_checkpoint and fit without ckpt_path",
             ) from None
-        self._run.restored = self._restored = snapshot
+        self._restored = snapshot
+        self._run.resume_from(snapshot)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -12,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
@@ -21,8 +19,8 @@ from lightning_adabatch import guards, sinks
 from lightning_adabatch.bridge import Bridge
 from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
+from lightning_adabatch.data import TrainData
 from lightning_adabatch.limits import Decision
-from lightning_adabatch.loader import ElasticLoader, for_ranks, lost
 from lightning_adabatch.lr import LRFactor
 from lightning_adabatch.meter import Meter
 from lightning_adabatch.policies import Observation
@@ -41,7 +39,6 @@ class Run:
         settings: The callback's arguments.
 
     Attributes:
-        restored: The state of a checkpoint from which this run goes on, or None.
         controller: Counts and decisions; None before training starts.
         meter: Measures the update in hand.
         had_backward: Whether the batch in hand had a backward pass: a step without one is no update.
@@ -49,7 +46,6 @@ class Run:
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
         self.controller: Controller | None = None
-        self.restored: Snapshot | None = None
         self._ranks = ranks_of(trainer)
         self.meter = Meter(settings.policy.requires, self._ranks.mean if self._ranks.several else None)
         self.meter.shards = shards_of(trainer)
@@ -58,15 +54,13 @@ class Run:
         self._settings = settings
         self._stepped = False
         self._batch: Any = None  # in hand
-        self._placed: ElasticLoader | None = None  # which loader was told where to go on
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._gate = Gate(every if trainer.loggers else 0)
         self._lr = LRFactor([])
         self._hooks: list[Any] = []
         self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
         self._bridge = Bridge(trainer)
-        if settings.adapt == "batch_size":
-            self._bridge.slot.install(self._make_elastic, made=self._bridge.counts.loaders_made)
+        self._data = TrainData(settings, self._bridge, self._ranks)
 
     def start(self) -> Controller:
         """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
@@ -74,8 +68,8 @@ class Run:
         Raises:
             MisconfigurationException: For a loader that is not supported, or bounds that do not hold B0.
         """
-        initial, training_samples, epoch_samples = self._data()
-        restored = self.restored
+        initial, training_samples, epoch_samples = self._data.look()
+        restored = self._data.restored
         if restored is not None:
             initial = restored.rule["initial_batch_size"]
         limits = self._settings.limits(
@@ -90,6 +84,7 @@ class Run:
             observe=self.meter.read,
             notify=rank_zero_warn,
         )
+        self._data.controller = self.controller
         self._lr = LRFactor(self._trainer.optimizers)
         self._guard_schedulers()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._trainer.optimizers]
@@ -112,7 +107,9 @@ class Run:
     def begin_epoch(self) -> None:
         """Plan the epoch at the size in force."""
         self._guard_schedulers()  # another callback may have put new ones in
-        self._follow_data()
+        if self.controller is not None:
+            self._data.follow(self.controller)
+            self._apply(self.controller.decision)
         self._bridge.begin_epoch()
 
     def end_epoch(self) -> None:
@@ -139,7 +136,7 @@ class Run:
         controller = self.controller
         assert controller is not None  # for the type checker: start() came before
         used = controller.decision
-        trained = self._trained(batch, batch_idx)
+        trained = self._data.trained(batch, batch_idx)
         if self._stepped:
             self.meter.close(trained)
         self._apply(controller.end_batch(trained, updated=self._stepped, learning_rate=self._base_rate))
@@ -151,6 +148,10 @@ class Run:
 
     # Checkpoints ------------------------------------------------------------------------------------
 
+    def resume_from(self, snapshot: Snapshot | None) -> None:
+        """Have the run go on from a checkpoint, if the run in it had begun."""
+        self._data.restored = snapshot
+
     def state_dict(self, *, alone: bool) -> dict[str, Any]:
         """Return what another process needs to go on after the last update that was made.
 
@@ -158,14 +159,14 @@ class Run:
             alone: Ask no other rank, and compute nothing that takes all of them.
         """
         if self.controller is None:
-            return FRESH if self.restored is None else self.restored.state_dict()
+            return FRESH if self._data.restored is None else self._data.restored.state_dict()
         controller, meter, gate, unlogged = self.controller, self.meter, self._gate, self._unlogged
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
         settled = self._stepped or self._bridge.resume.batch_processed
         if settled:
             meter, gate = meter.copy(alone=alone), copy.copy(gate)
             controller = controller.copy(meter.read)
-            trained = self._trained(self._batch, self._bridge.resume.ended)
+            trained = self._data.trained(self._batch, self._bridge.resume.ended)
             used = controller.decision
             if self._stepped:
                 meter.close(trained)
@@ -195,62 +196,15 @@ class Run:
         self._gate.logged_size = restored.logged["size"]
         self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1])
         self._apply(controller.decision)
+        self._data.find_place(restored)
         own = restored.of_rank(self._ranks.rank)
-        if self._bridge.slot.loader is not None:
-            self._find_place(self._bridge.slot.loader, restored)
-        elif restored.place["batches"] and not self._bridge.slot.stateful:
-            rank_zero_warn(
-                "AdaptiveBatchSize(adapt='lr') leaves the DataLoader to you, and it cannot go on in the middle of an "
-                "epoch: the epoch ends after as many batches as it had left, of an order that begins anew. Resume from "
-                "a checkpoint that was written at the end of an epoch, or use a loader that has a state, such as "
-                "torchdata's StatefulDataLoader."
-            )
         self._bridge.resume.go_on(dict(restored.place), own, restored.metrics)
         if restored.inside_step:
             rank_zero_info(
                 f"AdaptiveBatchSize: the checkpoint was written inside a step; training goes on after update "
                 f"{controller.updates}, the last one that was complete."
             )
-        self.restored = None
-
-    def _find_place(self, loader: ElasticLoader, restored: Snapshot) -> None:
-        """See that the pass over the data stands where the checkpoint says, on every rank alike."""
-        if self._placed is not loader:  # it was made before the checkpoint was read
-            self._place(loader, restored)
-            self._bridge.slot.begin_pass_again()
-        if self._ranks.smallest(int(not loader.lost_place)) == 0:
-            if not loader.lost_place:
-                loader.place_at(lost(restored.of_rank(self._ranks.rank)["pass"]))
-                self._bridge.slot.begin_pass_again()
-            rank_zero_warn(
-                f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
-                f"with {type(loader.sampler).__name__} on {self._ranks.count} rank(s), where there were "
-                f"{restored.ranks}: the epoch begins again, with all of its samples. For an exact resume keep data, "
-                "sampler and number of ranks, or use a checkpoint that was written at the end of an epoch."
-            )
-        elif loader.num_workers and restored.place["batches"]:
-            rank_zero_info(
-                "AdaptiveBatchSize: the epoch goes on exactly where it stood; only what worker processes draw at "
-                "random is drawn anew."
-            )
-        loader.place_at(None)
-        loader.carried = restored.carried(self._ranks.rank, self._ranks.count)
-
-    def _place(self, loader: ElasticLoader, restored: Snapshot) -> None:
-        """Have the next pass begin where the checkpoint says."""
-        self._placed = loader
-        loader.resize(max(1, restored.rule["batch_size"] // self._ranks.count))
-        rank, ranks = self._ranks.rank, self._ranks.count
-        own = restored.of_rank(rank)
-        loader.shuffle_seed = own.get("shuffle_seed")  # Lightning takes it from the global seed of this process
-        place = own.get("pass")
-        if place is not None:
-            if not restored.whole and ranks > 1 and place["carried"]:
-                place = lost(place)  # what the other ranks carried is not known
-            total = loader.epoch_samples + len(place["carried"])
-            loader.place_at(for_ranks(place, restored.ranks, ranks, loader.sampler, total))
-        else:
-            loader.carried = restored.carried(rank, ranks)
+        self._data.restored = None
 
     def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
@@ -265,8 +219,9 @@ class Run:
 
     def end(self) -> None:
         """Leave the generators as the run of the checkpoint did, if there was nothing left to train."""
-        if self.restored is not None:
-            self._bridge.resume.restore(self.restored.of_rank(self._ranks.rank))
+        restored = self._data.restored
+        if restored is not None:
+            self._bridge.resume.restore(restored.of_rank(self._ranks.rank))
 
     def give_back(self) -> None:
         """Undo every change to the user's objects; safe to call twice."""
@@ -274,76 +229,6 @@ class Run:
             self._hooks.pop().remove()
         self._lr.release()
         self._bridge.give_back()
-
-    # Data -------------------------------------------------------------------------------------------
-
-    def _make_elastic(self, loader: Any) -> ElasticLoader:
-        """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
-        guards.check_loader(loader)
-        max_batches, max_samples = self._bridge.counts.limits_of(loader)
-        elastic = ElasticLoader(loader, tail=self._settings.tail, max_batches=max_batches, max_samples=max_samples)
-        self._agree(elastic)
-        if self.controller is not None:
-            epoch_samples = elastic.epoch_samples * self._ranks.count
-            limits = dataclasses.replace(self.controller.limits, epoch_samples=epoch_samples)
-            self.controller.move_to(limits, training_samples=elastic.available() * self._ranks.count)
-            elastic.resize(self.controller.decision.batch_size // self._ranks.count)
-        elif self.restored is not None:
-            self._place(elastic, self.restored)
-        return elastic
-
-    def _agree(self, elastic: ElasticLoader) -> None:
-        """Have all ranks take the number of samples that the one with the fewest has: a collective."""
-        if self._ranks.count > 1:
-            elastic.agreed_samples = self._ranks.smallest(len(elastic.sampler))
-
-    def _data(self) -> tuple[int, int, int]:
-        """Return B0, the number of training samples, and the samples of one epoch, over all ranks."""
-        ranks = self._ranks.count
-        loaders = self._bridge.slot.train_loaders()
-        if len(loaders) != 1:
-            raise guards.refuse(f"{len(loaders)} train loaders yet", "train on one DataLoader")
-        if self._bridge.slot.uses_dataloader_iter:
-            raise guards.refuse("training_step(dataloader_iter)", "take batch and batch_idx in training_step instead")
-        loader = loaders[0]
-        if isinstance(loader, ElasticLoader):
-            return loader.own_batch_size * ranks, loader.available() * ranks, loader.epoch_samples * ranks
-        if self._settings.adapt == "batch_size":
-            raise guards.refuse(
-                "a callback that replaces the train loader", "remove the callback that sets strategy.process_dataloader"
-            )
-        guards.check_fixed_loader(loader)
-        sampler = loader.batch_sampler.sampler
-        return loader.batch_sampler.batch_size * ranks, len(sampler) * ranks, len(sampler) * ranks
-
-    def _follow_data(self) -> None:
-        """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""
-        controller = self.controller
-        if controller is None:
-            return
-        if self._bridge.slot.loader is not None:
-            self._agree(self._bridge.slot.loader)
-        _, training_samples, epoch_samples = self._data()
-        if self._bridge.slot.loader is None:
-            controller.training_samples = training_samples
-        elif controller.limits.epoch_samples != epoch_samples:
-            limits = dataclasses.replace(controller.limits, epoch_samples=epoch_samples)
-            controller.move_to(limits, training_samples=training_samples)
-        self._apply(controller.decision)
-
-    def _trained(self, batch: Any, batch_idx: int) -> int:
-        """Return the samples of the batch in hand, over all ranks."""
-        return self._trained_here(batch, batch_idx) * self._ranks.count
-
-    def _trained_here(self, batch: Any, batch_idx: int) -> int:
-        if self._bridge.slot.loader is not None:
-            return self._bridge.slot.live.plan.last_size
-        loader = self._bridge.slot.train_loaders()[0]
-        if guards.own_iteration(loader):
-            return int(extract_batch_size(batch))
-        batch_sampler = loader.batch_sampler
-        size: int = batch_sampler.batch_size
-        return min(size, len(batch_sampler.sampler) - batch_idx * size)
 
     # Optimizers -------------------------------------------------------------------------------------
 
@@ -359,8 +244,7 @@ class Run:
             self._lr.guard(config.scheduler)
 
     def _apply(self, decision: Decision) -> None:
-        if self._bridge.slot.loader is not None:
-            self._bridge.slot.loader.resize(decision.batch_size // self._ranks.count)
+        self._data.resize(decision.batch_size)
         if decision.lr_factor != self._lr.factor:
             self._lr.set(decision.lr_factor)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only place that touches Lightning's internals. Each touch is one function that says what and why."""
 
+from lightning_adabatch.bridge.progress import in_epoch
 from lightning_adabatch.bridge.trainer import Bridge
 
-__all__ = ["Bridge"]
+__all__ = ["Bridge", "in_epoch"]

@@ -8,6 +8,7 @@ down in words of our own, and the loops are set to it when training starts again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,7 +63,7 @@ def standing(trainer: pl.Trainer, ended: int, *, over: bool, moved_on: bool, val
     }
 
 
-def in_epoch(place: dict[str, Any]) -> bool:
+def in_epoch(place: Mapping[str, Any]) -> bool:
     """Whether the place is between the first and the last batch of an epoch, or right after one of them."""
     return place["next"] in _IN_EPOCH
 

@@ -31,8 +31,9 @@ LAYERS: dict[str, set[str]] = {
     "sinks": {"report"},
     "guards": {"limits"},
     "bridge": {"generators", "loader", "sinks", "validation"},
+    "data": {"bridge", "checkpoint", "controller", "guards", "loader", "ranks", "settings"},
     "run": {
-        *("bridge", "checkpoint", "controller", "guards", "limits", "loader", "lr", "meter", "policies", "ranks"),
+        *("bridge", "checkpoint", "controller", "data", "guards", "limits", "lr", "meter", "policies", "ranks"),
         *("report", "settings", "sinks"),
     },
     "callback": {"checkpoint", "controller", "guards", "policies", "run", "settings"},
