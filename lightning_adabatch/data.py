@@ -89,7 +89,7 @@ class TrainData:
         """See that the pass over the data stands where a checkpoint says, on every rank alike."""
         loader = self._slot.loader
         if loader is None:
-            if in_epoch(restored.place) and not self._slot.stateful:
+            if in_epoch(restored.place) and not (restored.place["last"] or self._slot.stateful):
                 rank_zero_warn(
                     "AdaptiveBatchSize(adapt='lr') leaves the DataLoader to you, and it cannot go on in the middle of "
                     "an epoch: the epoch ends after as many batches as it had left, of an order that begins anew. "

@@ -39,6 +39,7 @@ class Resume:
         self._steps_at_end = 0  # Lightning's count of steps when the last batch ended
         self._validated = False  # whether the validation that follows the last batch ended
         self._before_validation: dict[str, Any] = {}  # generators, as the validation now running found them
+        self._to_restore: dict[str, Any] | None = None  # generators, until training begins
         self._watch_validation()
 
     def begin_epoch(self) -> None:
@@ -140,6 +141,8 @@ class Resume:
         return live.plan.over if settled else live.marked.over
 
     def _generators(self, place: Mapping[str, Any], live: Pass | None, *, settled: bool) -> dict[str, Any]:
+        if self._to_restore is not None:
+            return self._to_restore
         if place["next"] == progress.VALIDATION and self._trainer.validating:
             return self._before_validation
         state = generators.capture(self._trainer.strategy.root_device)
@@ -172,10 +175,14 @@ class Resume:
         """Set the generators after all ``on_train_start`` hooks, which drew in the first process long ago."""
         strategy = self._trainer.strategy
         original = strategy.on_train_start
+        self._to_restore = state
 
         def on_train_start() -> None:
             original()
             self._patches.take_off(strategy, "on_train_start")
             generators.restore(state, strategy.root_device)
+            self._to_restore = None
+            if self._slot.loader is not None:
+                self._slot.live.mark()
 
         self._patches.put(strategy, "on_train_start", on_train_start)
