@@ -97,6 +97,10 @@ class AdaptiveBatchSize(pl.Callback):
         self._restored: Snapshot | None = None  # what a checkpoint says, until training starts
         self._ended: dict[str, Any] | None = None  # the state of a run that is over
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the fit behind in a copy: the Trainer belongs to the original."""
+        return {**self.__dict__, "_run": None}
+
     # What it shows ----------------------------------------------------------------------------------
 
     @property

@@ -30,8 +30,6 @@ _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (cb.StochasticWeightAveraging, "remove it, or average the weights after training"),
     (cb.WeightAveraging, "remove it, or average the weights after training"),
     (cb.BackboneFinetuning, "remove it"),
-    (cb.BatchSizeFinder, "run it in a Trainer of its own, and give the size that it finds to the DataLoader"),
-    (cb.LearningRateFinder, "run it in a Trainer of its own, and set the learning rate that it finds"),
 )
 
 

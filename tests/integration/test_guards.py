@@ -133,8 +133,6 @@ CALLBACKS = {
     "GradientAccumulationScheduler": lambda: cb.GradientAccumulationScheduler({0: 1, 1: 4}),
     "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(0.1),
     "WeightAveraging": cb.WeightAveraging,
-    "BatchSizeFinder": cb.BatchSizeFinder,
-    "LearningRateFinder": cb.LearningRateFinder,
     "BackboneFinetuning": cb.BackboneFinetuning,
     "a callback that replaces the train loader": Replaces,
 }

@@ -7,6 +7,8 @@ import copy
 import multiprocessing
 import os
 import pickle
+import threading
+from collections import Counter
 
 import lightning.pytorch as pl
 import pytest
@@ -191,7 +193,7 @@ def test_no_process_or_handle_is_leaked(workers, tmp_path):
     class Count(pl.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             handles = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0  # noqa: PTH112, PTH208
-            counts.append((len(multiprocessing.active_children()), handles))
+            counts.append((len(multiprocessing.active_children()), handles, threading.active_count()))
 
     script = [4 + (k % 7) for k in range(200)]
     train = loader(80, 4, num_workers=workers, persistent_workers=True)
@@ -200,6 +202,7 @@ def test_no_process_or_handle_is_leaked(workers, tmp_path):
     assert ours.updates > 50
     assert counts[0][0] == workers
     assert abs(counts[-1][0] - counts[1][0]) == 0
+    assert counts[-1][2] == counts[1][2]
     assert abs(counts[-1][1] - counts[1][1]) <= 2
 
 
@@ -210,3 +213,27 @@ def test_copies(copied, tmp_path):
     for original in (ours, copied(ours)):
         fit(Recorder(), loader(16, 4), callbacks=[original], epochs=1, root=tmp_path)
     assert copied(ours).updates == ours.updates == 4
+
+
+def test_copy_in_mid_fit_leaves_the_fit_alone(tmp_path):
+    """A copy made while training knows the counts, and the Trainer stays with the original."""
+    copies = []
+
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            copies.append(copy.deepcopy(ours))
+
+    ours = adapt(4, 8)
+    fit(Recorder(), loader(16, 4), callbacks=[ours, Copies()], epochs=1, root=tmp_path)
+    assert [c.updates for c in copies] == [1, 2, 3]
+    assert [c.batch_size for c in copies] == [8, 8, 8]
+    assert all(c._run is None for c in copies)
+
+
+def test_workers_that_are_spawned(tmp_path):
+    """Workers that start from nothing serve exact sizes as forked ones do."""
+    train = loader(24, 4, num_workers=1, multiprocessing_context="spawn")
+    module = Recorder()
+    fit(module, train, callbacks=[adapt(4, 9, 3)], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 9, 3, 3, 3, 2]
+    assert module.seen_in(0) == Counter(range(24))
