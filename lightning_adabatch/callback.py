@@ -230,12 +230,6 @@ class AdaptiveBatchSize(pl.Callback):
         self._running.end_epoch()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the validation that follows a batch is done."""
-        if self._run is not None:
-            self._run.end_validation()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run as this process knows it: plain numbers, strings and tensors."""
         if self._run is not None:

@@ -117,6 +117,7 @@ class TrainData:
             )
         loader.place_at(None)
         loader.carried = restored.carried(self._ranks.rank, self._ranks.count)
+        loader.own_generators = restored.of_rank(self._ranks.rank).get("own_generators", [])
 
     def _make_elastic(self, loader: Any) -> ElasticLoader:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""

@@ -10,6 +10,7 @@ from dataclasses import astuple
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import ShardingStrategy
@@ -100,10 +101,6 @@ class Run:
         """Whether other processes take part."""
         return self._ranks.several
 
-    def end_validation(self) -> None:
-        """Note that a validation ended."""
-        self._bridge.resume.end_validation()
-
     def begin_epoch(self) -> None:
         """Plan the epoch at the size in force."""
         self._guard_schedulers()  # another callback may have put new ones in
@@ -173,6 +170,9 @@ class Run:
             controller.end_batch(trained, updated=self._stepped, learning_rate=self._base_rate)
             if self._stepped:
                 unlogged = None if gate.admits(controller.updates, trained) else (used, trained)
+        metrics = self._bridge.resume.metrics(alone=alone)
+        if settled and self._stepped:
+            metrics[_METRIC] = torch.tensor(float(trained))
         place, own = self._bridge.resume.state(settled=settled)
         everybody = [own] if alone else self._ranks.gather(own)
         snapshot = Snapshot(
@@ -180,7 +180,7 @@ class Run:
             rows=[[row.loss, row.grad_norm_sq, row.batch_size] for row in meter.peek(alone=alone)],
             logged={"size": gate.logged_size, "last": unlogged and [*astuple(unlogged[0]), unlogged[1]]},
             place=place,
-            metrics=self._bridge.resume.metrics(alone=alone),
+            metrics=metrics,
             ranks=self._ranks.count,
             own=everybody[:1] if _all_equal(everybody) else everybody,
             whole=not (alone and self._ranks.several),

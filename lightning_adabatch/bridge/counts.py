@@ -64,8 +64,6 @@ class Counts:
             return
         live = self._slot.live
         loader.carry_from(live)
-        if live.plan.batches == 0:
-            live.mark()  # its sampler has not begun, or did so before the hooks that draw at random
         batches = loader.fresh_length
         self.set(batches)
         interval = self._val_check_interval

@@ -52,10 +52,6 @@ class Resume:
         self._steps_at_end = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         self._validated = False
 
-    def end_validation(self) -> None:
-        """Note that a validation ended, the sanity check apart."""
-        self._validated = not self._trainer.sanity_checking
-
     @property
     def batch_begun(self) -> bool:
         """Whether Lightning has fetched a batch that has not ended here."""
@@ -93,6 +89,8 @@ class Resume:
             own["carried"] = list(loader.carried)
             own["shuffle_seed"] = loader.shuffle_seed
             own["pass"] = None if another_follows else live.state_dict(at_mark=not settled)
+            if another_follows:
+                own["own_generators"] = loader.own_generators
         return {**place, **self._counts.validation_state(ended, settled=settled)}, own
 
     def metrics(self, *, alone: bool) -> dict[str, torch.Tensor]:
@@ -127,13 +125,18 @@ class Resume:
     def _watch_validation(self) -> None:
         """Remember the generators before each validation: a checkpoint written inside of it begins it again."""
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        original = val_loop.run
+        begin, end = val_loop.run, val_loop._on_evaluation_end
 
         def run() -> Any:
             self._before_validation = generators.capture(self._trainer.strategy.root_device)
-            return original()
+            return begin()
+
+        def on_evaluation_end(*args: Any, **kwargs: Any) -> None:
+            self._validated = not self._trainer.sanity_checking  # before any hook of this name
+            end(*args, **kwargs)
 
         self._patches.put(val_loop, "run", run)
+        self._patches.put(val_loop, "_on_evaluation_end", on_evaluation_end)
 
     def _is_last(self, live: Pass | None, *, settled: bool) -> bool:
         if live is None:
@@ -149,7 +152,7 @@ class Resume:
         if place["next"] == progress.BATCH and live is not None and not settled and self.batch_begun:
             # What the batch that was begun drew is drawn again. Python's and NumPy's generators stay where they
             # are: to remember them at every batch would cost more than a small step.
-            state["torch"] = live.marked.generator
+            state["torch"] = live.generator
         return state
 
     def _stand_in_for_reset(self, place: dict[str, Any]) -> None:
@@ -182,7 +185,5 @@ class Resume:
             self._patches.take_off(strategy, "on_train_start")
             generators.restore(state, strategy.root_device)
             self._to_restore = None
-            if self._slot.loader is not None:
-                self._slot.live.mark()
 
         self._patches.put(strategy, "on_train_start", on_train_start)

@@ -62,6 +62,7 @@ class BlockSampler(Sampler[list[Any]]):
 
     Attributes:
         started: The generators' state when the user's sampler began; None before.
+        finished: Whether the sampler has come to its end.
         sampler_epoch: The epoch that the sampler shuffles for, if it has one.
         order: What is known of the order over all ranks.
     """
@@ -77,6 +78,7 @@ class BlockSampler(Sampler[list[Any]]):
         self.order = order_of(sampler)
         self.carried = carried
         self.started: dict[str, Any] | None = None
+        self.finished = False
         self._size = size
         self._own = own
         self._source: Iterator[Any] | None = None
@@ -105,10 +107,7 @@ class BlockSampler(Sampler[list[Any]]):
         """Let the sampler come to its end, if all that it gives is asked for but for less than one batch."""
         rest = self.blocks.available - self.blocks.dispatched + keep
         if rest < self._size.batch_size:
-            source = self._indices()
-            left = list(islice(source, rest))
-            next(source, None)  # beyond its last index; never further, should it have no end
-            self._source = iter(left)
+            self._exhaust(rest)
 
     def leftover(self) -> list[Any]:
         """Return the indices that the pass did not get to and the next one begins with."""
@@ -127,7 +126,7 @@ class BlockSampler(Sampler[list[Any]]):
         """Return what the last few indices before a place look like."""
         return [repr(index) for index in self._between(consumed - _WITNESSES, consumed)]
 
-    def replay(self, started: dict[str, Any], witnesses: list[str] | None) -> bool:
+    def replay(self, started: dict[str, Any], witnesses: list[str] | None, *, finished: bool) -> bool:
         """Begin the sampler as it had begun, and go past what was handed out; whether the order is the same.
 
         Leaves the global generators where the sampler left them.
@@ -141,6 +140,8 @@ class BlockSampler(Sampler[list[Any]]):
         self.started = started
         self.blocks.dispatched = self.plan.consumed
         self._kept.append((self.plan.consumed - len(passed), list(passed)))
+        if finished:
+            self._exhaust(self.blocks.available - self.plan.consumed)
         return witnesses is None or [repr(index) for index in passed] == witnesses
 
     def _between(self, start: int, stop: int) -> list[Any]:
@@ -155,8 +156,18 @@ class BlockSampler(Sampler[list[Any]]):
         if self._source is None:
             # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
             self.started = {"global": generators.capture(), "own": [own.get_state() for own in self._own]}
-            self._source = chain(self.carried, iter(self._sampler))
+            own = iter(self._sampler)
+            # Many draw only with their first index, which is not to wait until what was carried is used up.
+            first = list(islice(own, 1)) if self.carried else []
+            self._source = chain(self.carried, first, own)
         return self._source
+
+    def _exhaust(self, rest: int) -> None:
+        source = self._indices()
+        left = list(islice(source, rest))
+        next(source, None)  # beyond its last index; never further, should it have no end
+        self._source = iter(left)
+        self.finished = True
 
     def _draw(self, start: int, size: int) -> list[Any]:
         indices = list(islice(self._indices(), size))

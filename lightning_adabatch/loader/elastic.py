@@ -213,7 +213,9 @@ class ElasticLoader:
         if same:
             plan.consumed, plan.over = place["consumed"], place["over"]
             blocks.blocks.go_on(place["blocks"])
-            same = place["started"] is None or blocks.replay(place["started"], place["witnesses"])
+            same = place["started"] is None or blocks.replay(
+                place["started"], place["witnesses"], finished=place["finished"]
+            )
         if not same:
             plan.consumed, plan.over = 0, False
             blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
@@ -232,6 +234,16 @@ class ElasticLoader:
         assert self._owned is not None  # for the type checker: __iter__ made it
         self._source.current = blocks
         return Pass(blocks, iter(self._owned), assembler(self.loader), self._size, base_state, self._handed_out)
+
+    @property
+    def own_generators(self) -> list[torch.Tensor]:
+        """The states of the loader's and the sampler's own generators."""
+        return [one.get_state() for one in self._own_generators]
+
+    @own_generators.setter
+    def own_generators(self, states: list[torch.Tensor]) -> None:
+        for one, state in zip(self._own_generators, states, strict=False):
+            one.set_state(state.cpu())
 
     @property
     def _own_generators(self) -> list[torch.Generator]:

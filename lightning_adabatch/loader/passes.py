@@ -21,7 +21,7 @@ class Mark(NamedTuple):
     last_size: int
     over: bool
     started: bool  # whether the sampler had begun
-    generator: Tensor  # the state of torch's global generator
+    finished: bool  # whether it had come to its end
 
 
 class Pass(Iterator[Any]):
@@ -38,6 +38,7 @@ class Pass(Iterator[Any]):
     Attributes:
         plan: Where it stands.
         marked: Where it stood when :meth:`mark` was called last, or at its beginning.
+        generator: The state of torch's global generator before the last batch was fetched.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Pass(Iterator[Any]):
         # Workers' random collate functions are seeded from this; torch draws it once a pass.
         self._base_seed: int = source._base_seed  # type: ignore[attr-defined]
         self._stream = BlockStream(source, blocks.in_flight)
+        self.generator = torch.default_generator.get_state()
         self.mark()
 
     @property
@@ -71,6 +73,7 @@ class Pass(Iterator[Any]):
         return self.plan.batches + self.plan.batches_left(self._size.batch_size)
 
     def __next__(self) -> Any:
+        self.generator = torch.default_generator.get_state()
         size = self.plan.hand_out(self._size.batch_size)
         if size == 0:
             self.blocks.finish()
@@ -90,7 +93,7 @@ class Pass(Iterator[Any]):
             plan.last_size,
             plan.over,
             self.blocks.started is not None,
-            torch.default_generator.get_state(),
+            self.blocks.finished,
         )
 
     def state_dict(self, *, at_mark: bool) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class Pass(Iterator[Any]):
             "order": self.blocks.order,
             "base_state": self._base_state,
             "started": self.blocks.started if mark.started else None,
+            "finished": mark.finished,
             "witnesses": self.blocks.witnesses(mark.consumed),
             "blocks": self.blocks.blocks.state(),
         }
