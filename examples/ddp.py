@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from fashion import FashionData, PaperNet
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -71,6 +72,8 @@ def main(args: argparse.Namespace) -> None:
     )
     data = FashionData(args.batch_size, limit=args.limit)
     trainer.fit(PaperNet(), datamodule=data, ckpt_path="last" if args.resume else None)
+    if torch.distributed.is_initialized():  # without it a process may be torn down while another still talks to it
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

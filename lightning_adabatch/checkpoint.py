@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from typing import Any
 
 VERSION = 1
@@ -63,5 +64,6 @@ class Snapshot:
         if ranks == self.ranks or len(self.own) == 1:
             return list(self.of_rank(rank).get("carried", []))
         everything = [index for own in self.own for index in own.get("carried", [])]
-        padding = -len(everything) % ranks  # all must have the same number, as a DistributedSampler sees to
-        return (everything + everything[:padding])[rank::ranks]
+        # All must have the same number, as a DistributedSampler sees to in the same way.
+        padded = islice(cycle(everything), -(-len(everything) // ranks) * ranks)
+        return list(padded)[rank::ranks]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -85,8 +86,12 @@ class TrainData:
         """Return the samples of the batch in hand, over all ranks."""
         return self._trained_here(batch, batch_idx) * self._ranks.count
 
-    def find_place(self, restored: Snapshot) -> None:
-        """See that the pass over the data stands where a checkpoint says, on every rank alike."""
+    def find_place(self, restored: Snapshot) -> Callable[[], None]:
+        """See that the pass over the data stands where a checkpoint says, on every rank alike.
+
+        Returns:
+            What is still to be done once the generators have the checkpoint's state.
+        """
         loader = self._slot.loader
         if loader is None:
             if in_epoch(restored.place) and not (restored.place["last"] or self._slot.stateful):
@@ -96,7 +101,7 @@ class TrainData:
                     "Resume from a checkpoint that was written at the end of an epoch, or use a loader that has a "
                     "state, such as torchdata's StatefulDataLoader."
                 )
-            return
+            return _nothing
         if self._placed is not loader:  # it was made before the checkpoint was read
             self._place(loader, restored)
             self._slot.begin_pass_again()
@@ -115,9 +120,17 @@ class TrainData:
                 "AdaptiveBatchSize: the epoch goes on exactly where it stood; only what worker processes draw at "
                 "random is drawn anew."
             )
-        loader.place_at(None)
-        loader.carried = restored.carried(self._ranks.rank, self._ranks.count)
-        loader.own_generators = restored.of_rank(self._ranks.rank).get("own_generators", [])
+        own = restored.of_rank(self._ranks.rank)
+        draws_now = own["pass"] is not None and own["pass"]["started"] is None and loader.num_workers > 0
+
+        def end() -> None:
+            if draws_now:  # workers have the sampler begin with the pass, and it draws from the generators
+                self._slot.begin_pass_again()
+            loader.place_at(None)
+            loader.carried = restored.carried(self._ranks.rank, self._ranks.count)
+            loader.own_generators = own.get("own_generators", [])
+
+        return end
 
     def _make_elastic(self, loader: Any) -> ElasticLoader:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
@@ -148,8 +161,8 @@ class TrainData:
         loader.shuffle_seed = own.get("shuffle_seed")  # Lightning takes it from the global seed of this process
         place = own.get("pass")
         if place is not None:
-            if not restored.whole and ranks > 1 and place["carried"]:
-                place = lost(place)  # what the other ranks carried is not known
+            if not restored.whole and rank > 0:  # it is the first rank's
+                place = lost(place) if place["carried"] or place["order"] is None else {**place, "witnesses": None}
             total = loader.epoch_samples + len(place["carried"])
             loader.place_at(for_ranks(place, restored.ranks, ranks, loader.sampler, total))
         elif in_epoch(restored.place) and "pass" not in own:
@@ -169,3 +182,7 @@ class TrainData:
         batch_sampler = loader.batch_sampler
         size: int = batch_sampler.batch_size
         return min(size, len(batch_sampler.sampler) - batch_idx * size)
+
+
+def _nothing() -> None:
+    pass

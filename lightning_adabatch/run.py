@@ -196,9 +196,9 @@ class Run:
         self._gate.logged_size = restored.logged["size"]
         self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1])
         self._apply(controller.decision)
-        self._data.find_place(restored)
+        end = self._data.find_place(restored)
         own = restored.of_rank(self._ranks.rank)
-        self._bridge.resume.go_on(dict(restored.place), own, restored.metrics)
+        self._bridge.resume.go_on(dict(restored.place), own, restored.metrics, end)
         if restored.inside_step:
             rank_zero_info(
                 f"AdaptiveBatchSize: the checkpoint was written inside a step; training goes on after update "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -100,13 +100,16 @@ class Resume:
         values = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         return {name: value.detach().cpu().clone() for name, value in values.items() if value.numel() == 1}
 
-    def go_on(self, place: dict[str, Any], own: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    def go_on(
+        self, place: dict[str, Any], own: Mapping[str, Any], metrics: Mapping[str, Any], end: Callable[[], None]
+    ) -> None:
         """Go on where another process stood; called in ``on_train_start``.
 
         Args:
             place: What :meth:`state` returned.
             own: The same, of this rank.
             metrics: What ``callback_metrics`` held: schedulers and callbacks that follow one ask for it.
+            end: Called once the generators are as they were.
         """
         self._trainer._logger_connector._callback_metrics.update(metrics)
         progress.take_up(self._trainer, place)
@@ -116,7 +119,7 @@ class Resume:
             self._validated = place["next"] == progress.AFTER_VALIDATION
             self._counts.go_on(place)
             self._stand_in_for_reset(place)
-        self._restore_last(own["generators"])
+        self._restore_last(own["generators"], end)
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Set the generators alone."""
@@ -174,7 +177,7 @@ class Resume:
         self._patches.put(epoch_loop, "reset", reset)
         self._patches.put(epoch_loop, "on_run_start", on_run_start)
 
-    def _restore_last(self, state: dict[str, Any]) -> None:
+    def _restore_last(self, state: dict[str, Any], end: Callable[[], None]) -> None:
         """Set the generators after all ``on_train_start`` hooks, which drew in the first process long ago."""
         strategy = self._trainer.strategy
         original = strategy.on_train_start
@@ -185,5 +188,6 @@ class Resume:
             self._patches.take_off(strategy, "on_train_start")
             generators.restore(state, strategy.root_device)
             self._to_restore = None
+            end()
 
         self._patches.put(strategy, "on_train_start", on_train_start)

@@ -136,13 +136,20 @@ class BlockSampler(Sampler[list[Any]]):
             return False
         for generator, state in zip(self._own, started["own"], strict=True):
             generator.set_state(state.cpu())
-        passed = deque(islice(self._indices(), self.plan.consumed), maxlen=_WITNESSES)
+        source = self._indices()
+        passed = deque(islice(source, self.plan.consumed), maxlen=_WITNESSES)
+        if self.plan.consumed == 0:  # what it draws with its first index it had drawn
+            self._source = chain(list(islice(source, 1)), source)
         self.started = started
         self.blocks.dispatched = self.plan.consumed
         self._kept.append((self.plan.consumed - len(passed), list(passed)))
         if finished:
             self._exhaust(self.blocks.available - self.plan.consumed)
         return witnesses is None or [repr(index) for index in passed] == witnesses
+
+    def own_states(self) -> list[torch.Tensor]:
+        """Return the states of the own generators before the sampler began."""
+        return [own.get_state() for own in self._own] if self.started is None else self.started["own"]
 
     def _between(self, start: int, stop: int) -> list[Any]:
         return [
@@ -155,7 +162,7 @@ class BlockSampler(Sampler[list[Any]]):
     def _indices(self) -> Iterator[Any]:
         if self._source is None:
             # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
-            self.started = {"global": generators.capture(), "own": [own.get_state() for own in self._own]}
+            self.started = {"global": generators.capture(), "own": self.own_states()}
             own = iter(self._sampler)
             # Many draw only with their first index, which is not to wait until what was carried is used up.
             first = list(islice(own, 1)) if self.carried else []

@@ -213,11 +213,14 @@ class ElasticLoader:
         if same:
             plan.consumed, plan.over = place["consumed"], place["over"]
             blocks.blocks.go_on(place["blocks"])
-            same = place["started"] is None or blocks.replay(
-                place["started"], place["witnesses"], finished=place["finished"]
-            )
+            if place["started"] is None:
+                self.own_generators = place["own"]
+            else:
+                same = blocks.replay(place["started"], place["witnesses"], finished=place["finished"])
+            if same and plan.over:
+                blocks.leftover()  # draws, where tails are carried
         if not same:
-            plan.consumed, plan.over = 0, False
+            plan.consumed, plan.over = 0, plan.total == 0 or plan.batches == self.max_batches
             blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
         self.lost_place = not same
         # The base seed of the workers is drawn once more, without a trace on the sampler's generator.

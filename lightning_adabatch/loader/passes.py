@@ -117,6 +117,7 @@ class Pass(Iterator[Any]):
             "order": self.blocks.order,
             "base_state": self._base_state,
             "started": self.blocks.started if mark.started else None,
+            "own": self.blocks.own_states(),
             "finished": mark.finished,
             "witnesses": self.blocks.witnesses(mark.consumed),
             "blocks": self.blocks.blocks.state(),

@@ -95,6 +95,16 @@ SECOND_VALIDATION = [
     Cut("validation_end", 0, 1),
     Cut("validation_end", 1, 1),
 ]
+WITH_WORKERS = [
+    Cut("train_start"),  # the sampler has begun where there are workers, and has not where there are none
+    Cut("train_batch_start", 0, 0),
+    Cut("train_batch_end", 0, 0),  # the first update
+    Cut("train_batch_end", 0, 3),  # in the middle of an epoch, and of a dwell window
+    Cut("train_batch_end", 1, -1, "before"),  # an epoch's last batch
+    Cut("validation_end", 1),
+    Cut("train_epoch_end", 0),
+    Cut("train_batch_end", 2, -1),  # the last update
+]
 FEW = [Cut("train_batch_end", 1, 2), Cut("train_batch_end", 0, -1), Cut("train_epoch_end", 0)]
 
 
@@ -142,12 +152,8 @@ def test_resume_is_bitwise(name, cut, uncut_run, tmp_path):
     assert_goes_on(uncut, resume(PLANS[name], root / f"{cut}.ckpt", tmp_path), uncut.marks[cut])
 
 
-@pytest.mark.parametrize("name", ["radadamp", "keep", "carry"])
-@pytest.mark.parametrize(
-    "cut",
-    [Cut("train_batch_end", 0, 3), Cut("train_batch_end", 1, -1, "before"), Cut("train_epoch_end", 0)],
-    ids=str,
-)
+@pytest.mark.parametrize("name", ["radadamp-dwell-7", "keep", "carry"])
+@pytest.mark.parametrize("cut", WITH_WORKERS, ids=str)
 @pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=lambda w: f"{w[0]}-to-{w[1]}-workers")
 def test_resume_is_bitwise_with_workers(name, cut, workers, uncut_run, tmp_path):
     """The number of workers is not part of the run, before the cut and behind it."""

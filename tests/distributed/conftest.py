@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts two real processes, once for all tests that read what they did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from launching import RANKS, TORCHRUN, launch
+from models import Recorder, loader, quiet
+from ranks import SaveOnce, rada
+
+READ = (
+    *("rank_dependent", "plain_sampler", "own_batch_sampler", "uneven", "uneven_dropped", "grow_and_shrink"),
+    *("same_dwell_1", "same_dwell_5", "same_capped", "device_sizes", "too_small", "own_data", "logs", "not_a_number"),
+    *("resume", "resume_carry", "resume_sharded", "from_one", "save_two"),
+)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """Return the folder into which the ranks write; it has a checkpoint of a single process."""
+    out = tmp_path_factory.mktemp("ranks")
+    pl.seed_everything(1, verbose=False)
+    trainer = quiet([rada(), SaveOnce(out / "one.ckpt", 4)], root=out)
+    trainer.fit(Recorder(), loader(53, 8, shuffle=True))
+    done = launch(*TORCHRUN, str(RANKS), str(out), *READ, cwd=out)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def both(folder):
+    """Return a function that reads what both ranks saw in a scenario."""
+
+    def read(name: str) -> list[Any]:
+        return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+
+    return read

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real processes decide, step and end alike, and see what one process sees on the same batches."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from launching import RANKS, TORCHRUN, launch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, XLAStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from models import Indexed, Recorder, Watch, loader, quiet
+from ranks import rada
+from torch.utils.data import DataLoader
+
+from lightning_adabatch import AdaptiveBatchSize, RadaDamp, guards
+
+ALL = [
+    *("rank_dependent", "plain_sampler", "own_batch_sampler", "uneven", "uneven_dropped", "grow_and_shrink"),
+    *("same_dwell_1", "same_dwell_5", "same_capped", "device_sizes", "own_data", "logs", "not_a_number", "from_one"),
+]
+
+
+def sizes(result) -> list[int]:
+    return [len(batch["indices"]) for batch in result["batches"]]
+
+
+def indices(result, epoch: int | None = None) -> list[int]:
+    return [i for batch in result["batches"] if epoch in (None, batch["epoch"]) for i in batch["indices"]]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ranks_agree(name, both):
+    """C07, C68: the same sizes, decisions, learning rates, counts, weights and validations on every rank, always."""
+    first, second = both(name)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert sizes(first) == sizes(second)
+    assert len(sizes(first)) > 4
+    for same in ("decisions", "observations", "counts", "weights", "validations"):
+        assert first[same] == second[same], same
+    for one, other in zip(first["batches"], second["batches"], strict=True):
+        assert {**one, "indices": None} == {**other, "indices": None}  # epoch, LR, planned batches, last or not
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_batches_have_the_size_decided(name, both):
+    """Over both ranks a batch has the size decided, which both can share, but for the ends of epochs."""
+    first, _ = both(name)
+    assert all(size % 2 == 0 for size in first["decisions"])
+    for decided, (batch, after) in zip(first["decisions"], pairwise([*first["batches"][1:], None]), strict=False):
+        if after is not None and batch["epoch"] == after["epoch"] and not batch["last"]:
+            assert 2 * len(batch["indices"]) == decided
+
+
+def test_decisions_do_not_follow_one_rank(both):
+    """C07: ranks whose own losses differ by far take the decisions of their mean."""
+    first, second = both("rank_dependent")
+    assert len(set(first["decisions"])) > 2
+    assert indices(first) != indices(second)
+
+
+@pytest.mark.parametrize("name", ["plain_sampler", "own_batch_sampler"])
+def test_sampler_that_lightning_made(name, both):
+    """C08: the sampler is the distributed one with its rank, sizes change on both ranks, and all data is seen."""
+    for rank, result in enumerate(both(name)):
+        assert result["sampler"] == ["DistributedSampler", rank, 2]
+        assert sizes(result)[:3] == [4, 4, 8]
+    for epoch in range(2):
+        assert Counter(i for result in both(name) for i in indices(result, epoch)) == Counter(range(64))
+
+
+def test_uneven_data(both):
+    """C09: 67 samples on two ranks are 34 on each; only what fills the last batch is seen twice."""
+    results = both("uneven")
+    for epoch in range(2):
+        assert [len(indices(result, epoch)) for result in results] == [34, 34]
+        assert set(range(67)) == {i for result in results for i in indices(result, epoch)}
+
+
+def test_uneven_data_with_dropped_tails(both):
+    """C09: with drop_last both ranks drop the same number, fewer than one batch."""
+    for result in both("uneven_dropped"):
+        for epoch in range(2):
+            batches = [len(b["indices"]) for b in result["batches"] if b["epoch"] == epoch]
+            assert 0 <= 33 - sum(batches) < max(batches)  # Lightning's sampler drops the odd sample then
+            assert len(set(indices(result, epoch))) == sum(batches)
+
+
+def test_order_changes_each_epoch(both):
+    """C10: every epoch has its own order, the sampler knows the epoch, and the ranks share nothing."""
+    first, second = both("rank_dependent")
+    assert indices(first, 0) != indices(first, 1)
+    assert first["sampler_epoch"] == second["sampler_epoch"] == 1
+    for epoch in range(2):
+        assert set(indices(first, epoch)).isdisjoint(indices(second, epoch))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("same_dwell_1", {}), ("same_dwell_5", {"dwell": 5}), ("same_capped", {"max_batch_size": 8})],
+)
+def test_one_process_with_the_same_batches(name, settings, both, tmp_path):
+    """C67: loss, norm, decisions, LR and weights are those of one process that trains on both ranks' samples."""
+    first, second = both(name)
+    pairs = list(zip(first["batches"], second["batches"], strict=True))
+    order = [[i for batch in pair for i in batch["indices"]] for pair in pairs]
+
+    class Orders(torch.utils.data.Sampler):
+        def __init__(self):
+            self.epochs = [[i for pair, ids in zip(pairs, order, strict=True) if pair[0]["epoch"] == e for i in ids]
+                           for e in range(2)]  # fmt: skip
+
+        def __len__(self):
+            return 64
+
+        def __iter__(self):
+            return iter(self.epochs.pop(0))
+
+    ours, module = rada(multiple_of=2, **settings), Recorder(lr=0.5)
+    watch = Watch(ours)
+    quiet([ours, watch], root=tmp_path).fit(module, DataLoader(Indexed(64), 8, sampler=Orders()))
+    assert [batch.indices for batch in module.batches] == order
+    assert watch.sizes == first["decisions"]
+    assert len(set(watch.sizes)) > 1 or name == "same_capped"
+    assert [b.lr for b in module.batches] == pytest.approx([b["lr"] for b in first["batches"]], rel=1e-5)
+    assert min(b.lr for b in module.batches) < 0.5 or name != "same_capped"
+    for mine, theirs in zip(watch.observations, first["observations"], strict=True):
+        if mine is None or theirs is None:
+            assert mine is theirs is None
+            continue
+        assert (mine.loss, mine.grad_norm_sq) == pytest.approx((theirs["loss"], theirs["grad_norm_sq"]), rel=1e-5)
+        assert mine.batch_size == theirs["batch_size"]
+    assert torch.allclose(module.net.weight, torch.tensor(first["weights"]), atol=1e-5)
+
+
+def test_grows_and_shrinks(both):
+    """C68: sizes that grow and shrink, tails included, train each of 68 samples once per epoch."""
+    first, second = both("grow_and_shrink")
+    assert sizes(first)[:6] == [2, 8, 8, 3, 2, 8]
+    for epoch in range(2):
+        assert Counter(indices(first, epoch) + indices(second, epoch)) == Counter(range(68))
+    assert len(first["validations"]) == 2
+
+
+def test_sizes_of_all_and_of_each(both):
+    """C69: the size over all ranks and that of each are logged; sizes are rounded up to what all can share."""
+    first, second = both("device_sizes")
+    assert second["logged"] == []
+    rows = [row for _, row in first["logged"]]
+    assert [row["adabatch/batch_size"] for row in rows][:4] == [8, 10, 12, 4]
+    for row in rows:
+        assert row["adabatch/device_batch_size"] == row["adabatch/batch_size"] / 2
+    assert rows[-1]["adabatch/samples"] == 64
+    assert rows[-1]["adabatch/epochs"] == 1
+
+
+def test_cap_below_the_number_of_ranks(both):
+    """C69: a largest size that the ranks cannot share is refused before the first batch."""
+    for result in both("too_small"):
+        assert "max_batch_size=1" in result["message"]
+        assert "2 ranks" in result["message"]
+
+
+def test_own_samplers(both):
+    """Without a distributed sampler ranks with 50 and 46 samples take 46 each, in the same steps."""
+    first, second = both("own_data")
+    assert first["sampler"][0] == "SequentialSampler"
+    for result in (first, second):
+        for epoch in range(2):
+            assert indices(result, epoch) == list(range(46))
+    assert first["counts"][3] == 2 * 2 * 46
+    assert first["counts"][4] == 2.0  # epochs
+
+
+def test_loss_that_is_not_a_number_on_one_rank(both):
+    """C07, C21: what one rank could not observe none has observed."""
+    first, _ = both("not_a_number")
+    assert first["observations"][1] == first["observations"][2]
+    assert len(set(first["decisions"])) > 1
+
+
+@pytest.mark.parametrize("name", ["resume", "resume_carry"])
+def test_resume(name, both):
+    """Every rank goes on in mid-epoch with its own samples and its own generators: bitwise the run not cut."""
+    for result in both(name):
+        whole, rest = result["whole"], result["rest"]
+        assert rest["warnings"] == []
+        assert rest["batches"] == whole["batches"][5:]
+        for same in ("counts", "weights", "sampler"):
+            assert rest[same] == whole[same]
+        assert rest["decisions"] == whole["decisions"][5:]
+    first, second = both(name)
+    assert first["whole"]["weights"] == second["whole"]["weights"]
+
+
+def test_one_process_goes_on_as_two(both):
+    """C70: the size over all ranks stays, rounded up to what two can share, and what is said is what happens."""
+    first, second = both("from_one")
+    assert first["counts"][2] > 4
+    assert "the epoch begins again" in first["warnings"][0]
+    assert "on 2 rank(s), where there were 1" in first["warnings"][0]
+    seen = Counter(indices(first, 0) + indices(second, 0))
+    assert set(seen) == set(range(53))  # all samples again
+    assert sizes(first)[0] == -(-torch_batch_size(first) // 2)
+
+
+def torch_batch_size(result) -> int:
+    """Return the size over all ranks that the single process had decided for its fifth update."""
+    return 2 * len(result["batches"][0]["indices"])
+
+
+def test_two_processes_go_on_as_one(both, folder, tmp_path):
+    """C70: one process goes on with the size that two had decided together."""
+    first, _ = both("save_two")
+    ours, module = rada(), Recorder()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet([ours], root=tmp_path).fit(module, loader(53, 4, shuffle=True), ckpt_path=folder / "two.ckpt")
+    assert any("the epoch begins again" in str(w.message) for w in caught)
+    assert module.batches[0].size == first["decisions"][3] == 2 * sizes(first)[4]
+    assert module.seen_in(0) == Counter(range(53))
+
+
+@pytest.mark.parametrize("name", ["fails", "skips"])
+def test_failure_of_one_rank_ends_all(name, tmp_path):
+    """C07: when one rank raises, or skips a batch (which Lightning refuses), the run ends with an error, at once."""
+    done = launch(*TORCHRUN, str(RANKS), str(tmp_path), name, cwd=tmp_path)
+    assert done.returncode != 0
+    assert {"fails": "boom on one rank", "skips": "Skipping the `training_step`"}[name] in done.stdout
+
+
+def test_started_by_lightning(tmp_path):
+    """Lightning starts the second process itself, and the two do what those of torchrun do."""
+    done = launch(str(RANKS), str(tmp_path), "plain_sampler", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    first, second = (json.loads((tmp_path / f"plain_sampler.{rank}.json").read_text()) for rank in range(2))
+    assert sizes(first) == sizes(second) == [4, 4, 8, 8, 8] + [8] * 4
+    assert first["weights"] == second["weights"]
+
+
+def test_spawned(tmp_path):
+    """``ddp_spawn`` pickles the callback into new processes, which train alike."""
+    done = launch(str(RANKS), str(tmp_path), "spawn", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert [json.loads((tmp_path / f"spawned.{rank}.json").read_text()) for rank in range(2)] == [[4, 4, 8, 8, 8]] * 2
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedStrategy, XLAStrategy])
+def test_refused_strategies(kind, tmp_path):
+    """C71: DeepSpeed and XLA are refused by name; without their packages none can be made, so it is done by hand."""
+    trainer = quiet([AdaptiveBatchSize(RadaDamp())], root=tmp_path)
+    trainer._accelerator_connector.strategy = object.__new__(kind)
+    assert isinstance(trainer.strategy, DDPStrategy)
+    with pytest.raises(MisconfigurationException, match=rf"does not support {kind.__name__}\. What to do: .*ddp"):
+        guards.check_trainer(trainer, AdaptiveBatchSize)
