@@ -150,7 +150,7 @@ class TrainData:
     def _agree(self, elastic: ElasticLoader) -> None:
         """Have all ranks take the number of samples that the one with the fewest has: a collective."""
         if self._ranks.count > 1:
-            elastic.agreed_samples = self._ranks.smallest(len(elastic.sampler))
+            elastic.agree(self._ranks.smallest(len(elastic.sampler)))
 
     def _place(self, loader: ElasticLoader, restored: Snapshot) -> None:
         """Have the next pass begin where a checkpoint says."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -24,17 +24,19 @@ class SizeInForce:
     """The batch size in force, shared by a loader and its passes.
 
     Args:
-        available: Returns the samples that there are.
+        sampler: The user's, of which only the length is read.
         max_samples: No pass has more samples, or None.
         wanted: Samples per batch that are asked for.
 
     Attributes:
+        agreed: What all ranks have of the sampler's indices; None for all.
         epoch_samples: Samples of one pass, carried ones apart.
         batch_size: Samples of the next batch, the epoch's tail apart; never more than one epoch holds.
     """
 
-    def __init__(self, available: Callable[[], int], max_samples: int | None, wanted: int) -> None:
-        self._available = available
+    def __init__(self, sampler: Any, max_samples: int | None, wanted: int) -> None:
+        self.agreed: int | None = None
+        self._sampler = sampler
         self._max_samples = max_samples
         self.set(wanted)
 
@@ -43,9 +45,14 @@ class SizeInForce:
         self._wanted = wanted
         self.refresh()
 
+    def available(self) -> int:
+        """Return the samples of the sampler that are used."""
+        samples = len(self._sampler)
+        return samples if self.agreed is None else min(samples, self.agreed)
+
     def refresh(self) -> None:
         """Look at the length of the sampler again: it may change from one pass to the next."""
-        samples = self._available()
+        samples = self.available()
         self.epoch_samples = samples if self._max_samples is None else min(samples, self._max_samples)
         self.batch_size = min(self._wanted, self.epoch_samples) if self.epoch_samples else self._wanted
 

@@ -39,7 +39,6 @@ class ElasticLoader:
             that a ``DataLoader`` has is read from the user's.
         own_batch_size: The user's, in samples.
         max_batches: No pass has more batches, or None.
-        agreed_samples: What all ranks have of the sampler's indices; None for all.
         nominal: While True, ``len`` is that of the user's loader.
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
@@ -73,8 +72,7 @@ class ElasticLoader:
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = False
         self.max_batches = max_batches
-        self.agreed_samples: int | None = None
-        self._size = SizeInForce(self.available, max_samples, self.own_batch_size)
+        self._size = SizeInForce(self.sampler, max_samples, self.own_batch_size)
         self._source = _CurrentBlocks()
         self._owned: DataLoader[Any] | None = None
         self.carried: list[Any] = []
@@ -93,8 +91,11 @@ class ElasticLoader:
 
     def available(self) -> int:
         """Return the samples of the sampler that are used."""
-        samples = len(self.sampler)
-        return samples if self.agreed_samples is None else min(samples, self.agreed_samples)
+        return self._size.available()
+
+    def agree(self, samples: int) -> None:
+        """Use no more of the sampler's indices than the rank with the fewest has."""
+        self._size.agreed = samples
 
     @property
     def epoch_samples(self) -> int:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from models import Recorder, Watch, loader, quiet
-from ranks import learnable, rada
+from models import Recorder, Watch, quiet
+from ranks import SaveOnce, learnable, rada
 from torch.utils.data import DataLoader
 
 
@@ -42,15 +42,20 @@ def test_resume_of_shards(both):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs CUDA")
 def test_fsdp(tmp_path):
-    """C66: FSDP on as many GPUs as there are (one is enough to run it) has the norm of a plain run."""
-    results = []
-    for strategy in ("auto", FSDPStrategy()):
-        ours = rada()
+    """C66: FSDP, on one GPU or more, has the norm and the LR of a plain run, and goes on from a checkpoint."""
+
+    def train(strategy, ckpt=None, extra=()):
+        ours, module = rada(max_batch_size=8), Recorder(lr=0.1)
         watch = Watch(ours)
-        module = Recorder(lr=0.5)
         settings = {"accelerator": "gpu", "devices": 1, "strategy": strategy, "epochs": 1, "root": tmp_path}
-        quiet([ours, watch], **settings).fit(module, loader(64, 8))
-        results.append([(o.loss, o.grad_norm_sq) for o in watch.observations])
-    plain, sharded = results
-    for one, other in zip(plain, sharded, strict=True):
-        assert one == pytest.approx(other, rel=1e-3)
+        quiet([ours, watch, *extra], **settings).fit(module, DataLoader(learnable(64), 8), ckpt_path=ckpt)
+        return module, watch
+
+    path = tmp_path / "mid.ckpt"
+    (plain, expected), (whole, seen) = train("auto"), train(FSDPStrategy(), extra=[SaveOnce(path, 3)])
+    for one, other in zip(expected.observations, seen.observations, strict=True):
+        assert (one.loss, one.grad_norm_sq) == pytest.approx((other.loss, other.grad_norm_sq), rel=1e-3)
+    assert [b.lr for b in plain.batches] == pytest.approx([b.lr for b in whole.batches], rel=1e-3)
+    assert whole.batches[-1].lr < 0.1
+    rest, _ = train(FSDPStrategy(), ckpt=path)
+    assert [(b.indices, b.lr) for b in rest.batches] == [(b.indices, b.lr) for b in whole.batches[3:]]

@@ -171,3 +171,22 @@ def test_benchmarks_run(script, tmp_path):
     out = run(str(ROOT / "benchmarks" / script), "--quick", cwd=tmp_path)
     assert "target" in out
     assert "ratio" in out
+
+
+def test_ddp(tmp_path):
+    """Two processes started by torchrun train alike, and a second start goes on from the checkpoint of the first."""
+    script = str(ROOT / "examples" / "ddp.py")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    options = ("--limit", "600", "--batch-size", "8", "--out", "logs")
+    lines = [
+        run(*torchrun, *options, "--epochs", epochs, *more, cwd=tmp_path) for epochs, *more in ("2", ("3", "--resume"))
+    ]
+    for rank in (0, 1):
+        told = [
+            re.findall(rf"rank {rank}, epoch (\d+): (\d+) updates, batch size (\d+) = 2 x (\d+)", out) for out in lines
+        ]
+        assert [[int(line[0]) for line in part] for part in told] == [[1, 2], [3]]
+        updates = [int(line[1]) for part in told for line in part]
+        assert updates == sorted(set(updates))
+        assert updates[0] < 600 / 16  # it grew
+        assert all(int(total) == 2 * int(each) for part in told for _, _, total, each in part)

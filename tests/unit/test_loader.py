@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elastic loader: exact sizes, every sample once, the same batches with any number of workers."""
 
+import gc
 import multiprocessing
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -465,3 +467,17 @@ def test_settings_are_those_of_the_users_loader():
     assert loader.timeout == 0
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = loader.colour
+
+
+def test_a_loader_let_go_is_gone():
+    """Nothing holds a loader but its owner: its workers end with the last reference, not at some collection."""
+    loader = ElasticLoader(DataLoader(range(8), 2, num_workers=1, persistent_workers=True))
+    begun = iter(loader)
+    next(begun)
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        del begun, loader
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -460,14 +460,14 @@ def test_the_epoch_of_a_distributed_sampler_is_set_again():
 def test_agreed_samples_bound_a_pass():
     """A pass has what all ranks have, and a place in it is one only where they agree on as much again."""
     loader = elastic(30)
-    loader.agreed_samples = 10
+    loader.agree(10)
     assert (loader.available(), loader.epoch_samples, len(loader)) == (10, 10, 3)
     place = place_after(1, loader)
     assert place["total"] == 10
     assert torch.cat(list(iter(loader))).tolist() == list(range(10))
     for agreed, lost in [(10, False), (11, True), (None, True)]:
         again = elastic(30)
-        again.agreed_samples = agreed
+        again.agree(agreed)
         again.place_at(place)
         rest = torch.cat(list(iter(again))).tolist()
         assert again.lost_place is lost
