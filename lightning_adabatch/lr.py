@@ -15,6 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, PolynomialLR
+
+_PLANNED: dict[type, str] = {
+    OneCycleLR: "total_steps",
+    CosineAnnealingLR: "T_max",
+    PolynomialLR: "total_iters",
+}
 
 
 class _Applied(NamedTuple):
@@ -76,7 +83,7 @@ class LRFactor:
         return [base.clone() if isinstance(base, Tensor) else base for base in bases]
 
     def guard(self, scheduler: Any) -> None:
-        """Take the factor off whenever this scheduler steps, until :meth:`release`.
+        """Take the factor off whenever this scheduler steps, until :meth:`release`; hold its end where it would raise.
 
         The scheduler becomes an instance of a subclass of its own class. An attribute on the instance would
         be in its ``state_dict``, which is its ``__dict__``.
@@ -87,6 +94,8 @@ class LRFactor:
         factor = self
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps:
+                return None  # it would raise: a run that shrank its batches has more updates than were planned
             with factor.off():
                 return original.step(self, *args, **kwargs)
 
@@ -111,6 +120,15 @@ class LRFactor:
         if applied is not None and applied.shown == _shown(shows):
             return applied.base
         return shows.clone() if isinstance(shows, Tensor) else shows
+
+
+def planned_steps(scheduler: Any) -> int | None:
+    """Return for how many steps a scheduler is planned; None for one that goes on for ever."""
+    for kind, attribute in _PLANNED.items():
+        if isinstance(scheduler, kind):
+            return int(getattr(scheduler, attribute))
+    parts = getattr(scheduler, "_schedulers", [])  # SequentialLR and ChainedScheduler
+    return next((steps for part in parts if (steps := planned_steps(part)) is not None), None)
 
 
 def _shown(lr: Any) -> Any:

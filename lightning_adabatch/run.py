@@ -22,9 +22,9 @@ from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.data import TrainData
 from lightning_adabatch.limits import Decision
-from lightning_adabatch.lr import LRFactor
+from lightning_adabatch.lr import LRFactor, planned_steps
 from lightning_adabatch.meter import Meter
-from lightning_adabatch.policies import Observation
+from lightning_adabatch.policies import Constant, Observation
 from lightning_adabatch.ranks import Ranks
 from lightning_adabatch.report import PREFIX, Gate, Record
 from lightning_adabatch.settings import Settings
@@ -89,6 +89,7 @@ class Run:
         self._lr = LRFactor(self._trainer.optimizers)
         self._guard_schedulers()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._trainer.optimizers]
+        self._notice_planned_schedulers()
         if restored is None:
             self._apply(self.controller.start(self._base_rate))
         else:
@@ -242,6 +243,24 @@ class Run:
     def _guard_schedulers(self) -> None:
         for config in self._trainer.lr_scheduler_configs:
             self._lr.guard(config.scheduler)
+
+    def _notice_planned_schedulers(self) -> None:
+        """Say once what a change of size means for schedules that are planned in updates."""
+        if self._settings.adapt == "lr" or isinstance(self._settings.policy, Constant):
+            return
+        planned = {
+            type(config.scheduler).__name__: steps
+            for config in self._trainer.lr_scheduler_configs
+            if config.interval == "step" and (steps := planned_steps(config.scheduler)) is not None
+        }
+        if planned:
+            listed = ", ".join(f"{name} for {steps}" for name, steps in planned.items())
+            rank_zero_warn(
+                f"AdaptiveBatchSize changes the number of updates, and schedules are planned in them: {listed}. "
+                "trainer.estimated_stepping_batches is the count at the initial batch size: with larger batches the "
+                "run ends before the schedule does; with smaller ones OneCycleLR is held at its final value, and a "
+                "cosine climbs again. For a schedule that keeps its shape use interval='epoch'."
+            )
 
     def _apply(self, decision: Decision) -> None:
         self._data.resize(decision.batch_size)

@@ -11,6 +11,8 @@ import torch
 from models import Indexed, Recorder, adapt, fit, loader
 from torch.utils.data import DataLoader
 
+from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp
+
 
 def test_validation_loaders_that_are_made_late(tmp_path):
     """C38: validation loaders made after the train loader, and made again every epoch, stay DataLoaders."""
@@ -104,20 +106,41 @@ def test_loader_asked_for_before_our_setup(tmp_path):
     assert module.validations == [5, 9]
 
 
+class Planned(Recorder):
+    """Plans OneCycleLR over what Lightning estimates."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=self.total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def test_planned_schedule_with_growth(tmp_path):
-    """C19: OneCycleLR over estimated_stepping_batches is planned at the initial size and survives growth."""
-
-    class Net(Recorder):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            self.total = self.trainer.estimated_stepping_batches
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=self.total)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    module = Net()
-    fit(module, loader(64, 4), callbacks=[adapt(4, 4, 16)], root=tmp_path)
+    """C19: OneCycleLR over estimated_stepping_batches is planned at the initial size; one notice says what follows."""
+    module = Planned()
+    with pytest.warns(UserWarning, match="planned in them: OneCycleLR for 32.*interval='epoch'") as told:
+        fit(module, loader(64, 4), callbacks=[adapt(4, 4, 16)], root=tmp_path)
+    assert sum("planned in them" in str(warning.message) for warning in told) == 1
     assert module.total == 32
     assert len(module.batches) < 32
+
+
+@pytest.mark.filterwarnings("ignore:AdaptiveBatchSize changes the number of updates")
+def test_planned_schedule_that_runs_out(tmp_path):
+    """C19: with more updates than OneCycleLR was planned for, its final LR is held; nothing is raised."""
+    module = Planned()
+    fit(module, loader(64, 16), callbacks=[adapt(16, 8)], root=tmp_path)
+    assert module.total == 8
+    assert len(module.batches) == 1 + 6 + 8
+    rates = [batch.lr for batch in module.batches]
+    assert rates[8] == rates[-1] < min(rates[:8])
+
+
+def test_no_notice_where_the_number_of_updates_stays(tmp_path):
+    """C19: a policy that never moves, and the -LR mode, keep the number of updates: nothing is said."""
+    for ours in (AdaptiveBatchSize(Constant()), AdaptiveBatchSize(GeoDamp(2, 1), adapt="lr")):
+        fit(Planned(), loader(64, 4), callbacks=[ours], root=tmp_path)
 
 
 def test_looking_at_a_batch_leaves_the_epoch_alone(tmp_path):

@@ -13,6 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from models import Recorder, adapt, fit, loader
 from torch.optim import lr_scheduler as schedules
 
+# The notice has tests of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:AdaptiveBatchSize changes the number of updates")
+
 WANTED = [8, 64, 128, 256, 64, 8]
 
 

@@ -44,6 +44,9 @@ from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 SCRIPT = [4, 4, 8, 6, 6, 12, 16, 5, 5, 3, 11, 11, 2, 20, 4, 4, 9, 9, 30, 6]  # up and down
 GROWTH = [4, 4, 5, 6, 6, 8, 8, 10, 12]
 
+# The notice about planned schedules has tests of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:AdaptiveBatchSize changes the number of updates")
+
 
 def scripted(*sizes: int, **kwargs):
     return lambda: adapt(*(sizes or SCRIPT), **kwargs)

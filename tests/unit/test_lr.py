@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from lightning_adabatch.lr import LRFactor
+from lightning_adabatch.lr import LRFactor, planned_steps
 
 STEPS = 40
 
@@ -340,17 +340,54 @@ def test_scheduler_of_the_users():
 
 
 def test_scheduler_that_raises_leaves_the_factor_on():
-    """When a step raises, as ``OneCycleLR`` does after its last one, the factor is back on the groups."""
+    """When a step raises, the factor is back on the groups."""
+
+    def rate(step):
+        if step > 2:
+            raise ValueError("no further")
+        return 1 / (1 + step)
+
     opt = optimizer()
-    scheduler = OneCycleLR(opt, 0.5, total_steps=2)
+    scheduler = LambdaLR(opt, rate)
     factor = LRFactor([opt])
     factor.guard(scheduler)
     factor.set(0.5)
     for _ in range(2):
         advance(opt, scheduler)
     before = rates(opt)
-    with pytest.raises(ValueError, match="Tried to step 3 times"):
+    with pytest.raises(ValueError, match="no further"):
         scheduler.step()
     assert rates(opt) == before
     factor.release()
     assert rates(opt) == [rate / 0.5 for rate in before]
+
+
+def test_one_cycle_is_held_at_its_end():
+    """C19: past the steps that it was planned for, ``OneCycleLR`` keeps its final LR instead of raising."""
+    opt, plain = optimizer(), optimizer()
+    factor = LRFactor([opt])
+    held, last = (OneCycleLR(one, 0.5, total_steps=4) for one in (opt, plain))
+    factor.guard(held)
+    for _ in range(4):
+        advance(plain, last)
+    for _ in range(9):
+        advance(opt, held)
+    assert rates(opt) == rates(plain)
+    with pytest.raises(ValueError, match="Tried to step"):
+        advance(plain, last)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (lambda o: OneCycleLR(o, 0.5, total_steps=4), 4),
+        (lambda o: CosineAnnealingLR(o, 7), 7),
+        (lambda o: PolynomialLR(o, 9), 9),
+        (lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, 5)], [2]), 5),
+        (lambda o: StepLR(o, 3), None),
+        (lambda o: LinearLR(o, 0.1, total_iters=2), None),  # a warm-up
+    ],
+)
+def test_planned_steps(make, steps):
+    """Schedules that are planned in steps are known, also as parts of others."""
+    assert planned_steps(make(optimizer())) == steps
