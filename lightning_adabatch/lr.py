@@ -94,8 +94,10 @@ class LRFactor:
         factor = self
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps:
-                return None  # it would raise: a run that shrank its batches has more updates than were planned
+            if isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
+                # A run that shrank its batches has more updates than were planned: one more step would bring
+                # the LR up again, and the one after it would raise.
+                return None
             with factor.off():
                 return original.step(self, *args, **kwargs)
 

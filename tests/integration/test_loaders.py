@@ -134,7 +134,7 @@ def test_planned_schedule_that_runs_out(tmp_path):
     assert module.total == 8
     assert len(module.batches) == 1 + 6 + 8
     rates = [batch.lr for batch in module.batches]
-    assert rates[8] == rates[-1] < min(rates[:8])
+    assert rates[7] == rates[-1] < min(rates[:7])
 
 
 def test_no_notice_where_the_number_of_updates_stays(tmp_path):

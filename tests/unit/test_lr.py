@@ -368,11 +368,13 @@ def test_one_cycle_is_held_at_its_end():
     factor = LRFactor([opt])
     held, last = (OneCycleLR(one, 0.5, total_steps=4) for one in (opt, plain))
     factor.guard(held)
-    for _ in range(4):
+    for _ in range(3):
         advance(plain, last)
     for _ in range(9):
         advance(opt, held)
     assert rates(opt) == rates(plain)
+    advance(plain, last)
+    assert rates(opt) < rates(plain)
     with pytest.raises(ValueError, match="Tried to step"):
         advance(plain, last)
 
