@@ -203,7 +203,7 @@ class AdaptiveBatchSize(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Take the loss."""
-        self._running.meter.loss(loss)
+        self._running.take_loss(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

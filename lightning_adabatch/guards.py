@@ -57,8 +57,6 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) yet",
             "set accumulate_grad_batches=1 and a larger batch_size in the DataLoader",
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise refuse(f"precision={trainer.precision!r} yet", "use precision='bf16-mixed' or '32-true'")
 
 
 def _check_strategy(trainer: pl.Trainer) -> None:
@@ -82,12 +80,17 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     Raises:
         MisconfigurationException: For a set-up that is not supported.
     """
-    if not module.automatic_optimization:
-        raise refuse("manual optimization yet", "set automatic_optimization = True in the LightningModule")
     # Lightning stands an optimizer without groups in for none.
-    optimizers = [optimizer for optimizer in trainer.optimizers if optimizer.param_groups]
-    if len(optimizers) != 1:
-        raise refuse(f"{len(optimizers)} optimizers yet", "return one optimizer from configure_optimizers")
+    if not any(optimizer.param_groups for optimizer in trainer.optimizers):
+        raise refuse(
+            f"{type(module).__name__}, which has no optimizer", "return an optimizer from configure_optimizers"
+        )
+    fused = any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    if fused and getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise refuse(
+            f"a fused optimizer with precision={trainer.precision!r}: it unscales gradients where nobody sees them",
+            "set fused=False in the optimizer, or use precision='bf16-mixed'",
+        )
 
 
 def check_device_limit(limits: Limits, max_device_batch_size: int | None) -> None:

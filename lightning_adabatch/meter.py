@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,13 +39,14 @@ class Meter:
         self._mean = mean
         self._before: list[Observation] = []  # of an unfinished window of the process that was cut
         self._loss: Tensor | None = None  # of the row that is open
-        self._norm: Tensor | None = None
+        self._norms: dict[int, Tensor] = {}  # by optimizer
         self._scalars: list[Tensor] = []  # of the closed rows, loss before norm, or stacks of them
         self._sizes: list[int] = []  # samples of the closed rows
 
     def open(self) -> None:
         """Begin the row of the next update, forgetting what an update that never came left behind."""
-        self._loss = self._norm = None
+        self._loss = None
+        self._norms.clear()
 
     def loss(self, loss: Tensor) -> None:
         """Take the loss of the update, a scalar; the first in a row counts (LBFGS evaluates several)."""
@@ -53,17 +54,17 @@ class Meter:
             # A copy: a captured graph writes the next loss into the same memory.
             self._loss = loss.detach().clone().reshape(1)
 
-    def gradients(self, gradients: list[Tensor]) -> None:
-        """Take the gradients of the update, unscaled and before clipping; the first call in a row counts."""
-        if self.measures_norm and self._norm is None:
-            self._norm = grad_norm(gradients, self.shards).reshape(1)
+    def gradients(self, gradients: list[Tensor], optimizer: int = 0) -> None:
+        """Take an optimizer's gradients, unscaled and before clipping; the first call for it in a row counts."""
+        if self.measures_norm and optimizer not in self._norms:
+            self._norms[optimizer] = grad_norm(gradients, self.shards).reshape(1)
 
-    def close(self, batch_size: int) -> None:
-        """End the row of an update over ``batch_size`` samples."""
+    def close(self, batch_size: int, stepped: Sequence[int] = (0,)) -> None:
+        """End the row of an update over ``batch_size`` samples, by the optimizers that stepped."""
         if self.measures_loss:
             self._scalars.append(_MISSING if self._loss is None else self._loss)
         if self.measures_norm:
-            self._scalars.append(_MISSING if self._norm is None else self._norm)
+            self._scalars.append(self._norm(stepped))
         self._sizes.append(batch_size)
         if len(self._scalars) >= _LOOSE:
             self._scalars = [self._stacked()]
@@ -116,6 +117,12 @@ class Meter:
             Observation(loss, None if norm is None else norm * norm, size)
             for loss, norm, size in zip(losses, norms, sizes, strict=True)
         ]
+
+    def _norm(self, stepped: Sequence[int]) -> Tensor:
+        norms = [self._norms[optimizer] for optimizer in stepped if optimizer in self._norms]
+        if not norms:
+            return _MISSING
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.cat(norms)).reshape(1)
 
     def _stacked(self) -> Tensor:
         try:

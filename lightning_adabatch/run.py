@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
@@ -53,10 +54,13 @@ class Run:
         self.had_backward = False
         self._trainer = trainer
         self._settings = settings
-        self._stepped = False
+        self._stepped: list[int] = []  # optimizers that stepped in the batch in hand
+        self._manual = False
+        self._said_backward = False
         self._batch: Any = None  # in hand
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._gate = Gate(every if trainer.loggers else 0)
+        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._lr = LRFactor([])
         self._hooks: list[Any] = []
         self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
@@ -86,6 +90,7 @@ class Run:
             notify=rank_zero_warn,
         )
         self._data.controller = self.controller
+        self._manual = not self._trainer.lightning_module.automatic_optimization
         self._lr = LRFactor(self._trainer.optimizers)
         self._guard_schedulers()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._trainer.optimizers]
@@ -119,14 +124,20 @@ class Run:
     def begin_batch(self, batch: Any = None) -> None:
         """Forget what a batch that never reached its end left behind."""
         self.meter.open()
-        self.had_backward = self._stepped = False
+        self.had_backward = False
+        self._stepped = []
         self._batch = batch
+
+    def take_loss(self, loss: Tensor) -> None:
+        """Measure the loss, without what a gradient scaler multiplied it by."""
+        scaler = self._scaler
+        self.meter.loss(loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss)))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
         if self.meter.measures_norm:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.meter.gradients(grads)
+            self.meter.gradients(grads, id(optimizer))
         self._lr.refresh()
 
     def end_batch(self, batch: Any, batch_idx: int) -> None:
@@ -136,8 +147,10 @@ class Run:
         used = controller.decision
         trained = self._data.trained(batch, batch_idx)
         if self._stepped:
-            self.meter.close(trained)
-        self._apply(controller.end_batch(trained, updated=self._stepped, learning_rate=self._base_rate))
+            self.meter.close(trained, self._stepped)
+            if self._manual and not self.had_backward:
+                self._say_backward()
+        self._apply(controller.end_batch(trained, updated=bool(self._stepped), learning_rate=self._base_rate))
         self._bridge.end_batch(batch_idx)
         if self._stepped:
             self._report(controller, used, trained)
@@ -160,15 +173,15 @@ class Run:
             return FRESH if self._data.restored is None else self._data.restored.state_dict()
         controller, meter, gate, unlogged = self.controller, self.meter, self._gate, self._unlogged
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
-        settled = self._stepped or self._bridge.resume.batch_processed
+        settled = bool(self._stepped) or self._bridge.resume.batch_processed
         if settled:
             meter, gate = meter.copy(alone=alone), copy.copy(gate)
             controller = controller.copy(meter.read)
             trained = self._data.trained(self._batch, self._bridge.resume.ended)
             used = controller.decision
             if self._stepped:
-                meter.close(trained)
-            controller.end_batch(trained, updated=self._stepped, learning_rate=self._base_rate)
+                meter.close(trained, self._stepped)
+            controller.end_batch(trained, updated=bool(self._stepped), learning_rate=self._base_rate)
             if self._stepped:
                 unlogged = None if gate.admits(controller.updates, trained) else (used, trained)
         metrics = self._bridge.resume.metrics(alone=alone)
@@ -234,8 +247,19 @@ class Run:
     # Optimizers -------------------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        del optimizer, args, kwargs
-        self._stepped = self._stepped or self.had_backward
+        del args, kwargs
+        # With automatic optimization a step without a backward pass is none: training_step returned None.
+        if (self.had_backward or self._manual) and id(optimizer) not in self._stepped:
+            self._stepped.append(id(optimizer))
+
+    def _say_backward(self) -> None:
+        """Say once that a backward pass went past Lightning, and with it the loss."""
+        if self.meter.measures_loss and not self._said_backward:
+            self._said_backward = True
+            rank_zero_warn(
+                f"AdaptiveBatchSize: an optimizer stepped and no loss was seen, "
+                f"which {self._settings.policy!r} follows. Call self.manual_backward(loss) instead of loss.backward()."
+            )
 
     def _base_rate(self) -> float:
         return self._lr.base

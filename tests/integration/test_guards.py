@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, adapt, fit, loader, quiet
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
@@ -162,12 +161,6 @@ def test_refused_callbacks(name, tmp_path):
     assert "What to do: " in message
 
 
-class Manual(Recorder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class NoOptimizer(Recorder):
     def configure_optimizers(self):
         return None
@@ -179,8 +172,7 @@ class TakesIterator(Recorder):
 
 
 MODULES = {
-    "manual": (Manual, "manual optimization yet.* set automatic_optimization = True"),
-    "no optimizer": (NoOptimizer, "0 optimizers yet.* return one optimizer"),
+    "no optimizer": (NoOptimizer, "NoOptimizer, which has no optimizer.* return an optimizer"),
     "dataloader_iter": (TakesIterator, r"training_step\(dataloader_iter\).* take batch and batch_idx"),
 }
 
@@ -196,19 +188,14 @@ def test_refused_modules(name, tmp_path):
     assert (type(train.batch_sampler), train.batch_size, len(train)) == (BatchSampler, 4, 2)
 
 
-def half():
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-
-
 TRAINERS = {
     "accumulation": (lambda: {"accumulate_grad_batches": 4}, r"accumulate_grad_batches=4\) yet.* set acc.*=1"),
-    "scaler": (lambda: {"plugins": [half()]}, "precision='16-mixed' yet.* use precision='bf16-mixed'"),
 }
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_refused_trainers(name, tmp_path):
-    """C82: accumulation, several processes and a gradient scaler are refused by name."""
+    """C82: accumulation is refused by name."""
     make, match = TRAINERS[name]
     refused(match, train=loader(8, 4), root=tmp_path, **make())
 
