@@ -4,7 +4,18 @@
 from typing import TYPE_CHECKING
 
 from lightning_adabatch.callback import AdaptiveBatchSize
-from lightning_adabatch.policies import Constant, GeoDamp, Observation, Policy, Progress, RadaDamp, Schedule
+from lightning_adabatch.policies import (
+    Constant,
+    ExponentialDamp,
+    GeoDamp,
+    GradNormDamp,
+    Observation,
+    Policy,
+    PolynomialDamp,
+    Progress,
+    RadaDamp,
+    Schedule,
+)
 
 if TYPE_CHECKING:
     __version__: str
@@ -12,9 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AdaptiveBatchSize",
     "Constant",
+    "ExponentialDamp",
     "GeoDamp",
+    "GradNormDamp",
     "Observation",
     "Policy",
+    "PolynomialDamp",
     "Progress",
     "RadaDamp",
     "Schedule",

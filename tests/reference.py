@@ -37,6 +37,16 @@ def radadamp(
     return dampings
 
 
+def grad_norm_damp(norms: list[float], *, rho: float) -> list[float]:
+    """Return the first squared norm over the average after each, every average summed up from the first one."""
+    decay, terms = Fraction(rho), [Fraction(norm) for norm in norms]
+    dampings = []
+    for last in range(len(terms)):
+        later = sum((1 - decay) * decay ** (last - i) * terms[i] for i in range(1, last + 1))
+        dampings.append(float(terms[0] / (decay**last * terms[0] + later)))
+    return dampings
+
+
 def geodamp(epochs: list[float], *, factor: float, delay: float) -> list[float]:
     """Return one multiplication for each delay that fits into the epochs."""
     dampings = []

@@ -14,9 +14,12 @@ import lightning_adabatch
 PUBLIC = [
     "AdaptiveBatchSize",
     "Constant",
+    "ExponentialDamp",
     "GeoDamp",
+    "GradNormDamp",
     "Observation",
     "Policy",
+    "PolynomialDamp",
     "Progress",
     "RadaDamp",
     "Schedule",

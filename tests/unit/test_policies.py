@@ -17,7 +17,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import numbers, observations, positive_observations
 
-from lightning_adabatch import Constant, GeoDamp, Observation, Policy, Progress, RadaDamp, Schedule, policies
+from lightning_adabatch import (
+    Constant,
+    ExponentialDamp,
+    GeoDamp,
+    GradNormDamp,
+    Observation,
+    Policy,
+    PolynomialDamp,
+    Progress,
+    RadaDamp,
+    Schedule,
+    policies,
+)
 from lightning_adabatch.policies import RadaDampState
 
 POLICIES = [
@@ -28,6 +40,12 @@ POLICIES = [
     Schedule({0: 8, 4: 16}),
     Schedule({2.5: 7, 1: 3}, unit="epochs"),
     Constant(),
+    PolynomialDamp(rate=0.01),
+    PolynomialDamp(rate=3, power=2.5),
+    ExponentialDamp(rate=1.001),
+    ExponentialDamp(rate=0.5),
+    GradNormDamp(),
+    GradNormDamp(rho=0.0),
 ]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 runs = st.lists(observations, max_size=12)
@@ -102,7 +120,7 @@ def test_damping_is_above_zero(policy, seen, updates, epochs, cap):
 @every_policy
 def test_repr_evaluates_to_an_equal_policy(policy):
     """What is printed in a message can be pasted."""
-    names = {cls.__name__: cls for cls in (RadaDamp, GeoDamp, Schedule, Constant)}
+    names = {cls.__name__: cls for cls in map(type, POLICIES)}
     assert eval(repr(policy), names) == policy
 
 
@@ -363,10 +381,79 @@ def test_constant_by_hand():
     assert Constant().damping(None, progress(updates=10**6, epochs=99.0)) == 1.0
 
 
-@pytest.mark.parametrize("policy", [GeoDamp(2, 5), Schedule({0: 8}), Constant()], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [GeoDamp(2, 5), Schedule({0: 8}), Constant(), PolynomialDamp(1), ExponentialDamp(2)], ids=repr
+)
 def test_open_loop_policies_measure_nothing(policy):
     """What depends on the run's progress alone asks for no measurement, and so decides for the first update too."""
     assert policy.requires == frozenset()
+
+
+# GradNormDamp ------------------------------------------------------------------------------------------------
+
+
+@given(
+    rho=numbers(0.0, 0.99),
+    norms=st.lists(numbers(0.01, 100.0), min_size=1, max_size=25),
+)
+def test_grad_norm_damp_is_its_formula(rho, norms):
+    """The first squared norm over the rolling average of all, summed up again from the first observation."""
+    policy, state = GradNormDamp(rho), GradNormDamp(rho).init()
+    expected = reference.grad_norm_damp(norms, rho=rho)
+    for norm, damping in zip(norms, expected, strict=True):
+        state = policy.update(state, Observation(None, norm, batch_size=8))
+        assert policy.damping(state, progress()) == pytest.approx(damping, rel=1e-9)
+
+
+def test_grad_norm_damp_by_hand():
+    """4, then 1 with half of the memory: 4 / 2.5; the average is what the logs show."""
+    state = observe(GradNormDamp(0.5), [Observation(None, 4.0, 8), Observation(None, 1.0, 8)])
+    assert GradNormDamp(0.5).damping(state, progress()) == 1.6
+    assert GradNormDamp(0.5).estimates(state) == {"grad_norm_sq": 2.5}
+    assert GradNormDamp().estimates(GradNormDamp().init()) == {}
+
+
+def test_grad_norm_damp_without_a_gradient():
+    """A first norm of 0 changes nothing and is said; one that vanishes later asks for the largest size."""
+    policy = GradNormDamp(0.0)
+    state = observe(policy, [Observation(None, 0.0, 8), Observation(None, 3.0, 8)])
+    assert policy.damping(state, progress()) == 1.0
+    assert "the first squared gradient norm is 0" in policy.notice(state)
+    state = observe(policy, [Observation(None, 3.0, 8), Observation(None, 0.0, 8)])
+    assert policy.damping(state, progress(initial=8, cap=64)) == 8.0
+    assert policy.notice(state) is None
+    assert policy.notice(policy.init()) is None
+
+
+# PolynomialDamp and ExponentialDamp --------------------------------------------------------------------------
+
+
+@given(updates=st.integers(0, 10**6), rate=numbers(1e-6, 1e3), power=numbers(0.1, 4.0))
+def test_polynomial_damp_is_its_formula(updates, rate, power):
+    """1 + rate · k^power, by logarithms."""
+    expected = 1.0 + (math.exp(math.log(rate) + power * math.log(updates)) if updates else 0.0)
+    assert PolynomialDamp(rate, power).damping(None, progress(updates=updates)) == pytest.approx(expected, rel=1e-9)
+
+
+@given(updates=st.integers(0, 200), rate=numbers(0.5, 2.0))
+def test_exponential_damp_is_its_formula(updates, rate):
+    """One multiplication for each update."""
+    expected = reduce(lambda damping, _: damping * rate, range(updates), 1.0)
+    assert ExponentialDamp(rate).damping(None, progress(updates=updates)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_growth_by_hand():
+    """Linear: PadaDamp's rate is rate · B0. Quadratic. Doubling."""
+    assert [PolynomialDamp(0.125).damping(None, progress(updates=k, initial=8)) * 8 for k in range(4)] == [8, 9, 10, 11]
+    assert [PolynomialDamp(1, 2).damping(None, progress(updates=k)) for k in range(4)] == [1, 2, 5, 10]
+    assert [ExponentialDamp(2).damping(None, progress(updates=k)) for k in range(4)] == [1, 2, 4, 8]
+
+
+def test_growth_without_an_end():
+    """What no float can hold is infinite, and what would be 0 stays above it."""
+    assert PolynomialDamp(1e300, 300).damping(None, progress(updates=10**6)) == math.inf
+    assert ExponentialDamp(2).damping(None, progress(updates=10**6)) == math.inf
+    assert 0 < ExponentialDamp(0.5).damping(None, progress(updates=10**6)) < 1e-200
 
 
 # Refusals ----------------------------------------------------------------------------------------------------
@@ -443,3 +530,21 @@ def test_schedule_refuses_a_unit():
     """The unit is one of the three counts."""
     with pytest.raises(ValueError, match="unit='steps' must be one of 'updates', 'samples', 'epochs'"):
         Schedule({0: 8}, unit="steps")
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, *NO_NUMBERS])
+def test_growth_refuses_what_is_no_growth(value):
+    """Rates and powers are finite and above 0."""
+    with pytest.raises(ValueError, match=rf"rate={re.escape(repr(value))} must be a finite number > 0"):
+        PolynomialDamp(rate=value)
+    with pytest.raises(ValueError, match=rf"power={re.escape(repr(value))} must be a finite number > 0"):
+        PolynomialDamp(rate=1, power=value)
+    with pytest.raises(ValueError, match=rf"rate={re.escape(repr(value))} must be a finite number > 0"):
+        ExponentialDamp(rate=value)
+
+
+@pytest.mark.parametrize("rho", [1, -0.1, math.nan, math.inf, *NO_NUMBERS])
+def test_grad_norm_damp_refuses_a_rho(rho):
+    """A memory outside of [0, 1) has no meaning."""
+    with pytest.raises(ValueError, match=rf"rho={re.escape(repr(rho))} must be in \[0, 1\)"):
+        GradNormDamp(rho=rho)
