@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, Watch, adapt, loader, quiet
+from settings_of_policies import SETTINGS
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -282,6 +283,12 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
         ),
     ),
     "resume_sharded": lambda out: resumed(out / "fsdp2", lambda **kw: sharded(out, **kw)),
+    **{
+        f"policy_{name}": lambda out, policy=policy: train(
+            Recorder(lr=0.5), DataLoader(learnable(50), 4), AdaptiveBatchSize(policy, max_batch_size=12), root=out
+        )
+        for name, policy in SETTINGS.items()
+    },
     "from_one": lambda out: mid_epoch(out, "one.ckpt"),
     "save_two": lambda out: train(
         Recorder(), loader(53, 4, shuffle=True), rada(), extra=[SaveOnce(out / "two.ckpt", 4)], root=out

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, XLAStra
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, Watch, loader, quiet
 from ranks import rada
+from settings_of_policies import SETTINGS
 from torch.utils.data import DataLoader
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp, guards
@@ -22,6 +23,7 @@ from lightning_adabatch import AdaptiveBatchSize, RadaDamp, guards
 ALL = [
     *("rank_dependent", "plain_sampler", "own_batch_sampler", "uneven", "uneven_dropped", "grow_and_shrink"),
     *("same_dwell_1", "same_dwell_5", "same_capped", "device_sizes", "own_data", "logs", "not_a_number", "from_one"),
+    *(f"policy_{name}" for name in SETTINGS),
 ]
 
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every policy can: train, past the cap too, move the LR alone, go on from a checkpoint, and come from YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from resuming import Cut, Learner, Setup, assert_goes_on, resume, run, train_loader
+from settings_of_policies import SETTINGS
+
+from lightning_adabatch import AdaptiveBatchSize, Policy, policies
+
+every_policy = pytest.mark.parametrize("name", SETTINGS)
+CUTS = [Cut("train_batch_end", 0, 5), Cut("train_batch_end", 1, 2, "before"), Cut("train_epoch_end", 0)]
+
+
+def plan(name: str, **kwargs) -> Setup:
+    """Return the training of a policy, with a cap that most of them pass."""
+    return Setup(lambda: AdaptiveBatchSize(SETTINGS[name], **{"max_batch_size": 12, **kwargs}))
+
+
+def test_table_is_complete():
+    """A new policy is a new row of the table."""
+    public = {value for value in vars(policies).values() if isinstance(value, type) and issubclass(value, Policy)}
+    assert {type(policy) for policy in SETTINGS.values()} == public - {Policy}
+
+
+@every_policy
+def test_trains(name, tmp_path):
+    """Sizes are the decisions, which move and stay below the cap; past it the LR falls instead."""
+    outcome = run(plan(name), tmp_path)
+    sizes = [step.size for step in outcome.steps]
+    decided = [step.decision[0] for step in outcome.steps]
+    for before, step in zip(decided, outcome.steps[1:], strict=False):
+        last_of_epoch = step.progress[2]
+        assert step.size == before or last_of_epoch
+    assert max(sizes) <= 13  # a single leftover sample joins
+    assert (len(set(decided)) == 1) == (name == "Constant")
+
+
+@every_policy
+def test_moves_the_rate_alone(name, tmp_path):
+    """With ``adapt="lr"`` the batches are the loader's own, and the LR takes the damping."""
+    setup = Setup(lambda: AdaptiveBatchSize(SETTINGS[name], adapt="lr"))
+    outcome = run(setup, tmp_path)
+    assert {step.size for step in outcome.steps} == {4, 2}
+    rates = {step.lr for step in outcome.steps}
+    assert max(rates) == 0.1
+    assert (len(rates) == 1) == (name == "Constant")
+
+
+@every_policy
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_goes_on_from_a_checkpoint(name, cut, tmp_path):
+    """C11: decisions, weights and generators after a cut are those of the run that was not cut."""
+    uncut = run(plan(name, dwell=3), tmp_path, [cut])
+    assert_goes_on(uncut, resume(plan(name, dwell=3), tmp_path / f"{cut}.ckpt", tmp_path), uncut.marks[cut])
+
+
+@every_policy
+def test_comes_from_yaml(name, tmp_path, monkeypatch):
+    """C34: a configuration file with the policy's arguments gives the same policy, and trains."""
+    monkeypatch.setattr("sys.argv", ["train"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    policy = SETTINGS[name]
+    arguments = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    given = {"class_path": f"lightning_adabatch.{name}", "init_args": arguments}
+    callback = {"class_path": "lightning_adabatch.AdaptiveBatchSize", "init_args": {"policy": given}}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = {"accelerator": "cpu", "max_epochs": 1, "callbacks": [callback], "default_root_dir": str(tmp_path)}
+    path = tmp_path / "given.yaml"
+    path.write_text(yaml.safe_dump({"seed_everything": 0, "trainer": {**trainer, **quiet}}), encoding="utf-8")
+
+    class Module(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def train_dataloader(self):
+            return train_loader()
+
+    cli = LightningCLI(Module, args=["fit", f"--config={path}"], save_config_callback=None)
+    ours = next(callback for callback in cli.trainer.callbacks if isinstance(callback, AdaptiveBatchSize))
+    assert ours.policy == policy
+    assert ours.updates == len(cli.model.steps) > 0
