@@ -61,7 +61,7 @@ class Snapshot:
 
     def carried(self, rank: int, ranks: int) -> list[Any]:
         """Return the indices that a rank begins the next epoch with."""
-        if ranks == self.ranks or len(self.own) == 1:
+        if ranks == self.ranks:
             return list(self.of_rank(rank).get("carried", []))
         everything = [index for own in self.own for index in own.get("carried", [])]
         # All must have the same number, as a DistributedSampler sees to in the same way.

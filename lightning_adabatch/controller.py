@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_adabatch.limits import Decision, Limits
@@ -142,7 +142,11 @@ class Controller:
         self.state = load_state(self.policy, state["policy"])
         self.updates, self.samples, self.skipped = state["updates"], state["samples"], state["skipped"]
         self.latest = None if state["latest"] is None else Observation(*state["latest"])
-        self.decision = self.limits.decide(state["damping"]) or self.decision
+        decision = self.limits.decide(state["damping"]) or self.decision
+        if self.limits.adapt == "batch_size":
+            # The size stays, as far as the bounds of this run allow: other ranks round in another way.
+            decision = replace(decision, batch_size=self.limits.bound(state["batch_size"]))
+        self.decision = decision
 
     def _take(self, observations: Sequence[Observation]) -> None:
         for observation in observations:

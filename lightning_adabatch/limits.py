@@ -71,13 +71,14 @@ class Limits:
         lr_factor = self.cap / wanted if wanted > self.cap else 1.0
         if self.adapt == "lr":
             return Decision(damping, wanted, self.initial_batch_size, lr_factor)
-        batch_size = self._bound(wanted)
+        batch_size = self.bound(wanted)
         if self.lr_scaling != "none":
             growth = batch_size / self.initial_batch_size
             lr_factor *= growth if self.lr_scaling == "linear" else math.sqrt(growth)
         return Decision(damping, wanted, batch_size, lr_factor)
 
-    def _bound(self, wanted: int) -> int:
+    def bound(self, wanted: int) -> int:
+        """Return the size that can be had for one that is wanted, in samples."""
         size = min(max(round_up(wanted, self.multiple), self.floor), self.cap)
         if size <= self.epoch_samples:
             return int(size)

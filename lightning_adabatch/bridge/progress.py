@@ -38,7 +38,7 @@ def standing(trainer: pl.Trainer, ended: int, *, over: bool, moved_on: bool, val
     epochs: Any = fit_loop.epoch_progress
     batches = fit_loop.epoch_loop.batch_progress
     ready, done = epochs.current.ready, epochs.current.processed
-    complete = over or batches.is_last_batch
+    complete = over or batches.is_last_batch  # a hook that returned -1 ended the epoch too
     if ready == done and ended and not complete:
         # max_steps, max_time or a callback ended the run in the middle of the epoch, which goes on some day.
         following, done = BATCH, done - 1
@@ -57,7 +57,8 @@ def standing(trainer: pl.Trainer, ended: int, *, over: bool, moved_on: bool, val
         "earlier_epochs": epochs.total.processed - epochs.current.processed,
         "batches": ended,
         "all_batches": batches.total.ready - batches.current.ready + ended,
-        "last": bool(complete) and following != EPOCH,
+        # Inside an epoch Lightning's word may be about a batch that has begun and not ended.
+        "last": bool(complete if following == EPOCH_END else over) and following != EPOCH,
         "steps": fit_loop.epoch_loop._batches_that_stepped,
         "reloaded": fit_loop._last_train_dl_reload_epoch,
     }

@@ -143,7 +143,8 @@ class Resume:
 
     def _is_last(self, live: Pass | None, *, settled: bool) -> bool:
         if live is None:
-            return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+            batches = self._trainer.fit_loop.epoch_loop.batch_progress
+            return bool(batches.is_last_batch and batches.current.ready <= self.ended + settled)
         return live.plan.over if settled else live.marked.over
 
     def _generators(self, place: Mapping[str, Any], live: Pass | None, *, settled: bool) -> dict[str, Any]:

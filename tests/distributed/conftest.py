@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
     trainer = quiet([rada(), SaveOnce(out / "one.ckpt", 4)], root=out)
     trainer.fit(Recorder(), loader(53, 8, shuffle=True))
     done = launch(*TORCHRUN, str(RANKS), str(out), *READ, cwd=out)
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.returncode == 0, done.output[-6000:]
     return out
 
 

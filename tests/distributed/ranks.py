@@ -6,6 +6,7 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 ranks.py OUT SCE
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import warnings
@@ -305,6 +306,8 @@ class Tells(pl.Callback):
         self.out = out
 
     def on_train_end(self, trainer, pl_module):
+        # Lightning leaves gloo's group as it is, and a process that ends with it may abort.
+        atexit.register(torch.distributed.destroy_process_group)
         (self.out / f"spawned.{trainer.global_rank}.json").write_text(json.dumps(pl_module.sizes))
 
 

@@ -232,13 +232,13 @@ def test_failure_of_one_rank_ends_all(name, tmp_path):
     """C07: when one rank raises, or skips a batch (which Lightning refuses), the run ends with an error, at once."""
     done = launch(*TORCHRUN, str(RANKS), str(tmp_path), name, cwd=tmp_path)
     assert done.returncode != 0
-    assert {"fails": "boom on one rank", "skips": "Skipping the `training_step`"}[name] in done.stdout
+    assert {"fails": "boom on one rank", "skips": "Skipping the `training_step`"}[name] in done.output
 
 
 def test_started_by_lightning(tmp_path):
     """Lightning starts the second process itself, and the two do what those of torchrun do."""
     done = launch(str(RANKS), str(tmp_path), "plain_sampler", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, done.output[-4000:]
     first, second = (json.loads((tmp_path / f"plain_sampler.{rank}.json").read_text()) for rank in range(2))
     assert sizes(first) == sizes(second) == [4, 4, 8, 8, 8] + [8] * 4
     assert first["weights"] == second["weights"]
@@ -247,7 +247,7 @@ def test_started_by_lightning(tmp_path):
 def test_spawned(tmp_path):
     """``ddp_spawn`` pickles the callback into new processes, which train alike."""
     done = launch(str(RANKS), str(tmp_path), "spawn", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, done.output[-4000:]
     assert [json.loads((tmp_path / f"spawned.{rank}.json").read_text()) for rank in range(2)] == [[4, 4, 8, 8, 8]] * 2
 
 

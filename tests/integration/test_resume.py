@@ -544,6 +544,35 @@ def test_resume_after_an_exception(kind, hook, tmp_path, caplog):
     assert f"after update {done}" in caplog.text
 
 
+class BoomInLastBatch(Learner):
+    """Raises in the first epoch's last step."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.current_epoch == 0 and self.trainer.is_last_batch:
+            raise BoomError("in the last step")
+
+
+@pytest.mark.parametrize("adapt", ["batch_size", "lr"])
+@pytest.mark.filterwarnings("ignore:AdaptiveBatchSize.adapt='lr'. leaves the DataLoader to you")
+def test_resume_after_an_exception_in_an_epochs_last_step(adapt, tmp_path):
+    """The batch that failed is trained: that it was the epoch's last one does not end the epoch (C12)."""
+
+    def ours():
+        return AdaptiveBatchSize(RadaDamp(rho=0.5), adapt=adapt)
+
+    setup = Setup(ours, train=lambda: train_loader(shuffle=False))
+    uncut = run(setup, tmp_path)
+    done = sum(step.epoch == 0 for step in uncut.steps) - 1
+    failing = replace(setup, module=BoomInLastBatch, callbacks=lambda: [SavesOnException(tmp_path)])
+    assert isinstance(run(failing, tmp_path, raises=BoomError).error, BoomError)
+    resumed = resume(replace(setup, callbacks=lambda: [SavesOnException(tmp_path)]), tmp_path / "cut.ckpt", tmp_path)
+    assert [step.epoch for step in resumed.steps] == [step.epoch for step in uncut.steps[done:]]
+    if adapt == "batch_size":
+        assert_equal("steps", resumed.steps, uncut.steps[done:])
+        assert_same_end(uncut, resumed)
+    assert resumed.counts == uncut.counts
+
+
 class Terminated(pl.Callback):
     """Sends SIGTERM to this process at the end of a batch."""
 

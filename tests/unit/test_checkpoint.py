@@ -122,3 +122,9 @@ def test_as_many_or_more_entries_than_ranks_never_fail(ranks, more):
     own = [{"carried": [rank]} for rank in range(ranks + more)]
     shares = [snapshot(own, ranks=ranks + more).carried(rank, ranks) for rank in range(ranks)]
     assert {index for share in shares for index in share} == set(range(ranks + more))
+
+
+def test_what_one_process_carried_is_shared_out():
+    """Two ranks that go on for one process have its carried samples between them, not each all of them."""
+    one = snapshot(own=[{"carried": [1, 2, 3]}], ranks=1)
+    assert [one.carried(rank, 2) for rank in range(2)] == [[1, 3], [2, 1]]

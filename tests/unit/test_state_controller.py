@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Sizes
 from strategies import observations
 
 from lightning_adabatch import Observation, Policy, Progress, RadaDamp
@@ -187,3 +188,16 @@ def test_a_copy_does_not_read_for_the_original():
     copied.end_batch(8, updated=True, learning_rate=lambda: 0.1)
     assert loop.pending == [Observation(0.5, None, 8)]
     assert loop.controller.updates == 1
+
+
+def test_the_size_stays_where_it_is_rounded_in_another_way():
+    """C70: the size decided on two ranks stays when one rank goes on, as far as the bounds of the run allow."""
+    two, one = Limits(8, cap=64, floor=2, multiple=2), Limits(8, cap=64, floor=1, multiple=1)
+    first = Loop(Sizes([11]), two).controller
+    first.start(lambda: 0.1)
+    assert first.decision.batch_size == 12
+    state = first.state_dict()
+    for limits, size in ((one, 12), (two, 12), (Limits(8, cap=10), 10)):
+        second = Loop(Sizes([11]), limits).controller
+        second.load_state_dict(state)
+        assert second.decision.batch_size == size
