@@ -42,8 +42,10 @@ class AdaptiveBatchSize(pl.Callback):
         dwell: Decide every so many updates, ≥ 1.
         wait: Make no decision before so many updates, ≥ 0.
         multiple_of: Batch sizes are multiples of this, ≥ 1. Few distinct sizes suit ``torch.compile``.
-        max_device_batch_size: The most samples in one forward and backward pass, ≥ 1, or None. Refused
-            below ``max_batch_size``: an update cannot be split into micro-batches yet.
+        max_device_batch_size: The most samples in one forward and backward pass on one rank, ≥ 1. An update of
+            more is split into micro-batches of about equal size, and its gradient is the mean over its samples.
+            None: no limit, or the DataLoader's batch size with ``Trainer(accumulate_grad_batches=k)``, where B0
+            is k of its batches.
         lr_scaling: What the learning rate does while the batch size moves: ``"none"``, ``"linear"``
             (times B / B0) or ``"sqrt"`` (times its square root).
         tail: What happens to an epoch's samples that do not fill a batch: ``"keep"`` trains them as one

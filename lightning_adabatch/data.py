@@ -26,19 +26,21 @@ class TrainData:
         settings: The callback's arguments.
         bridge: Of the Trainer.
         ranks: That train together.
+        accumulate: The user's batches in one update at the start.
 
     Attributes:
         controller: From the start of training on; loaders of a reload go on with its size.
         restored: The state of a checkpoint from which the run goes on, until training starts, or None.
     """
 
-    def __init__(self, settings: Settings, bridge: Bridge, ranks: Ranks) -> None:
+    def __init__(self, settings: Settings, bridge: Bridge, ranks: Ranks, accumulate: int) -> None:
         self.controller: Controller | None = None
         self.restored: Snapshot | None = None
         self._settings = settings
         self._slot = bridge.slot
         self._counts = bridge.counts
         self._ranks = ranks
+        self._accumulate = accumulate
         self._placed: ElasticLoader | None = None  # which loader was told where to go on
         if settings.adapt == "batch_size":
             self._slot.install(self._make_elastic, made=self._counts.loaders_made)
@@ -62,7 +64,7 @@ class TrainData:
             raise guards.refuse("training_step(dataloader_iter)", "take batch and batch_idx in training_step instead")
         loader = loaders[0]
         if isinstance(loader, ElasticLoader):
-            return loader.own_batch_size * ranks, loader.available() * ranks, loader.epoch_samples * ranks
+            return loader.initial_batch_size * ranks, loader.available() * ranks, loader.epoch_samples * ranks
         if self._settings.adapt == "batch_size":
             raise guards.refuse(
                 "a callback that replaces the train loader", "remove the callback that sets strategy.process_dataloader"
@@ -136,7 +138,14 @@ class TrainData:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
         guards.check_loader(loader)
         max_batches, max_samples = self._counts.limits_of(loader)
-        elastic = ElasticLoader(loader, tail=self._settings.tail, max_batches=max_batches, max_samples=max_samples)
+        elastic = ElasticLoader(
+            loader,
+            tail=self._settings.tail,
+            max_batches=max_batches,
+            max_samples=max_samples,
+            accumulate=self._accumulate,
+            device_limit=self._settings.max_device_batch_size or (loader.batch_size if self._accumulate > 1 else None),
+        )
         self._agree(elastic)
         ranks = self._ranks.count
         if self.controller is not None:
@@ -175,7 +184,7 @@ class TrainData:
 
     def _trained_here(self, batch: Any, batch_idx: int) -> int:
         if self._slot.loader is not None:
-            return self._slot.live.plan.last_size
+            return self._slot.live.plan.last_size  # all parts together
         loader = self._slot.train_loaders()[0]
         if guards.own_iteration(loader):
             return int(extract_batch_size(batch))

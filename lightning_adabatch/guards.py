@@ -18,8 +18,6 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_adabatch.limits import Limits
-
 _NAME = "AdaptiveBatchSize"
 
 _SUPPORTED_STRATEGIES = (DDPStrategy, FSDPStrategy, ModelParallelStrategy)
@@ -52,11 +50,6 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
             if isinstance(callback, kind):
                 raise refuse(f"{kind.__name__} beside it", remedy)
     _check_strategy(trainer)
-    if trainer.accumulate_grad_batches != 1:
-        raise refuse(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) yet",
-            "set accumulate_grad_batches=1 and a larger batch_size in the DataLoader",
-        )
 
 
 def _check_strategy(trainer: pl.Trainer) -> None:
@@ -93,16 +86,31 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
-def check_device_limit(limits: Limits, max_device_batch_size: int | None) -> None:
-    """Refuse a limit per device that the batch size may exceed: updates are not split into micro-batches yet.
+def check_parts(trainer: pl.Trainer) -> None:
+    """Refuse what does not go together with updates of several micro-batches.
 
     Raises:
-        MisconfigurationException: If the cap is above the limit.
+        MisconfigurationException: For a set-up that is not supported.
     """
-    if max_device_batch_size is not None and limits.cap > max_device_batch_size:
+    if not trainer.lightning_module.automatic_optimization:
+        raise refuse("max_device_batch_size with manual optimization", "remove max_device_batch_size")
+    if any(config.interval == "step" and config.frequency != 1 for config in trainer.lr_scheduler_configs):
         raise refuse(
-            f"max_device_batch_size={max_device_batch_size} below the maximum batch size {limits.cap} yet",
-            f"set max_batch_size={max_device_batch_size}",
+            "a scheduler with a frequency other than 1 together with micro-batches",
+            "set frequency=1 in configure_optimizers, or neither accumulate_grad_batches nor max_device_batch_size",
+        )
+
+
+def check_fixed_updates(trainer: pl.Trainer) -> None:
+    """Refuse micro-batches with ``adapt="lr"``.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise refuse(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with adapt='lr' yet",
+            "set accumulate_grad_batches=1 and a larger batch_size in the DataLoader",
         )
 
 

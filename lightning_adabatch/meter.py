@@ -39,6 +39,7 @@ class Meter:
         self._mean = mean
         self._before: list[Observation] = []  # of an unfinished window of the process that was cut
         self._loss: Tensor | None = None  # of the row that is open
+        self._parts = 0  # whose losses are in it
         self._norms: dict[int, Tensor] = {}  # by optimizer
         self._scalars: list[Tensor] = []  # of the closed rows, loss before norm, or stacks of them
         self._sizes: list[int] = []  # samples of the closed rows
@@ -46,13 +47,19 @@ class Meter:
     def open(self) -> None:
         """Begin the row of the next update, forgetting what an update that never came left behind."""
         self._loss = None
+        self._parts = 0
         self._norms.clear()
 
-    def loss(self, loss: Tensor) -> None:
-        """Take the loss of the update, a scalar; the first in a row counts (LBFGS evaluates several)."""
-        if self.measures_loss and self._loss is None:
+    def loss(self, loss: Tensor, part: int = 1) -> None:
+        """Take the loss of the update, or its share of one of its parts, a scalar.
+
+        The first one of each part counts: LBFGS evaluates several.
+        """
+        if self.measures_loss and part > self._parts:
+            self._parts = part
             # A copy: a captured graph writes the next loss into the same memory.
-            self._loss = loss.detach().clone().reshape(1)
+            share = loss.detach().clone().reshape(1)
+            self._loss = share if self._loss is None else self._loss + share
 
     def gradients(self, gradients: list[Tensor], optimizer: int = 0) -> None:
         """Take an optimizer's gradients, unscaled and before clipping; the first call for it in a row counts."""

@@ -65,7 +65,8 @@ class Run:
         self._hooks: list[Any] = []
         self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
         self._bridge = Bridge(trainer)
-        self._data = TrainData(settings, self._bridge, self._ranks)
+        self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
+        self._in_parts = False  # whether updates may have several
 
     def start(self) -> Controller:
         """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
@@ -80,7 +81,14 @@ class Run:
         limits = self._settings.limits(
             initial, training_samples, epoch_samples, self._ranks.count, resumed=restored is not None
         )
-        guards.check_device_limit(limits, self._settings.max_device_batch_size)
+        self._in_parts = self._settings.adapt == "batch_size" and (
+            self._trainer.accumulate_grad_batches > 1 or self._settings.max_device_batch_size is not None
+        )
+        if self._settings.adapt == "lr":
+            guards.check_fixed_updates(self._trainer)
+        if self._in_parts:
+            guards.check_parts(self._trainer)
+            self._bridge.accumulate()
         self.controller = Controller(
             self._settings.policy,
             limits,
@@ -123,15 +131,23 @@ class Run:
 
     def begin_batch(self, batch: Any = None) -> None:
         """Forget what a batch that never reached its end left behind."""
+        self._batch = batch
+        if not self._in_parts or self._bridge.accumulation.first:
+            self._forget()
+
+    def _forget(self) -> None:
         self.meter.open()
         self.had_backward = False
         self._stepped = []
-        self._batch = batch
 
     def take_loss(self, loss: Tensor) -> None:
-        """Measure the loss, without what a gradient scaler multiplied it by."""
+        """Measure the loss, without what a gradient scaler multiplied it by; of a part its share."""
+        part = 1
+        if self._in_parts:
+            self._bridge.accumulation.weigh(loss)
+            part = self._bridge.slot.live.plan.part
         scaler = self._scaler
-        self.meter.loss(loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss)))
+        self.meter.loss(loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss)), part)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
@@ -144,6 +160,9 @@ class Run:
         """Count the batch, decide, apply the decision, and report."""
         controller = self.controller
         assert controller is not None  # for the type checker: start() came before
+        if self._in_parts and not self._bridge.accumulation.complete:
+            self._bridge.end_batch(batch_idx)
+            return
         used = controller.decision
         trained = self._data.trained(batch, batch_idx)
         if self._stepped:
@@ -155,7 +174,8 @@ class Run:
         if self._stepped:
             self._report(controller, used, trained)
         # Lightning ends a batch that is None without having begun it.
-        self.begin_batch()
+        self._batch = None
+        self._forget()
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -173,7 +193,8 @@ class Run:
             return FRESH if self._data.restored is None else self._data.restored.state_dict()
         controller, meter, gate, unlogged = self.controller, self.meter, self._gate, self._unlogged
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
-        settled = bool(self._stepped) or self._bridge.resume.batch_processed
+        whole = not self._in_parts or self._bridge.accumulation.complete
+        settled = whole and (bool(self._stepped) or self._bridge.resume.batch_processed)
         if settled:
             meter, gate = meter.copy(alone=alone), copy.copy(gate)
             controller = controller.copy(meter.read)
@@ -304,6 +325,9 @@ class Run:
         self._unlogged = None
         latest = controller.latest
         observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
+        device = trained // self._ranks.count
+        if self._in_parts:
+            device = -(-device // self._bridge.slot.live.plan.parts(device))
         estimates = {**observed, **controller.policy.estimates(controller.state)}
         record = Record(
             batch_size=trained,
@@ -312,7 +336,7 @@ class Run:
             epochs=controller.epochs,
             lr_factor=used.lr_factor,
             damping=used.damping,
-            device_batch_size=trained // self._ranks.count if self._ranks.count > 1 else None,
+            device_batch_size=device if device < trained else None,
             loss=estimates.get("loss"),
             grad_norm_sq=estimates.get("grad_norm_sq"),
             skipped=controller.skipped or None,

@@ -31,6 +31,7 @@ class Counts:
         self._trainer = trainer
         self._slot = slot
         self._points: ValidationPoints | None = None
+        self._marked_points: list[int] | None = None  # as they were after the last update
         self._planned_val_check_batch: Any = None
         self._warned_short = False
 
@@ -75,7 +76,8 @@ class Counts:
                 # The epoch is a number of batches, whatever their size, and so are the points in it.
                 self._trainer.val_check_batch = max(1, int(batches * interval))
             elif interval != 1.0:
-                self._points = ValidationPoints(batches, interval, loader.batch_size)
+                self._points = ValidationPoints(batches, interval, loader.device_size)
+        self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(batches)
 
     def end_batch(self, batch_idx: int) -> None:
@@ -83,12 +85,14 @@ class Counts:
         if self._slot.loader is None:
             return
         live = self._slot.live
-        live.mark()
         batches = live.length
         self.set(batches)
         if self._points is not None:
             due = self._points.reached(live.plan.consumed, last=live.plan.over)
             self._trainer.val_check_batch = _every(batch_idx + 1, due=due)
+        if live.plan.rest == 0:
+            live.mark()
+            self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(batches)
 
     def set(self, batches: int) -> None:
@@ -114,18 +118,20 @@ class Counts:
             ended: Batches that ended.
             settled: The last of them counts as ended, and :meth:`end_batch` was not called for it.
         """
-        points, every = self._points, self._trainer.val_check_batch
-        if settled and points is not None:
+        marked, every = self._marked_points, self._trainer.val_check_batch
+        if settled and self._points is not None:
             plan = self._slot.live.plan
-            points = copy.copy(points)
+            points = copy.copy(self._points)
             every = _every(ended, due=points.reached(plan.consumed, last=plan.over))
-        return {"points": None if points is None else points.state(), "val_check_batch": every}
+            marked = points.state()
+        return {"points": marked, "val_check_batch": every}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Set the counts of an epoch that another process began."""
         if self._slot.loader is None:
             return
         self._points = None if state["points"] is None else ValidationPoints.from_state(state["points"])
+        self._marked_points = state["points"]
         batches = self._slot.live.length
         self.set(batches)
         self._trainer.val_check_batch = state["val_check_batch"]

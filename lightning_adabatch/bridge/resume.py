@@ -56,13 +56,12 @@ class Resume:
     def batch_begun(self) -> bool:
         """Whether Lightning has fetched a batch that has not ended here."""
         epochs: Any = self._trainer.fit_loop.epoch_progress.current
-        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return bool(epochs.started > epochs.processed and ready > self.ended)
+        return bool(epochs.started > epochs.processed and _batches(self._trainer).ready > self.ended)
 
     @property
     def batch_processed(self) -> bool:
         """Whether Lightning is through with such a batch but for the hooks that end it."""
-        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        batches = _batches(self._trainer)
         return self.batch_begun and batches.ready == batches.processed
 
     def state(self, *, settled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -73,7 +72,7 @@ class Resume:
         """
         loader = self._slot.loader
         live = None if loader is None else self._slot.live
-        ended = self.ended + settled
+        ended = _batches(self._trainer).ready if settled else self.ended
         place = progress.standing(
             self._trainer,
             ended,
@@ -144,7 +143,7 @@ class Resume:
     def _is_last(self, live: Pass | None, *, settled: bool) -> bool:
         if live is None:
             batches = self._trainer.fit_loop.epoch_loop.batch_progress
-            return bool(batches.is_last_batch and batches.current.ready <= self.ended + settled)
+            return bool(batches.is_last_batch and (settled or batches.current.ready <= self.ended))
         return live.plan.over if settled else live.marked.over
 
     def _generators(self, place: Mapping[str, Any], live: Pass | None, *, settled: bool) -> dict[str, Any]:
@@ -192,3 +191,8 @@ class Resume:
             end()
 
         self._patches.put(strategy, "on_train_start", on_train_start)
+
+
+def _batches(trainer: pl.Trainer) -> Any:
+    """Return Lightning's counts of the epoch's batches."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current

@@ -6,6 +6,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 
+from lightning_adabatch.bridge.accumulation import Accumulation
 from lightning_adabatch.bridge.counts import Counts
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.resume import Resume
@@ -21,6 +22,7 @@ class Bridge:
     Attributes:
         slot: Where its train loader is.
         counts: Its counts.
+        accumulation: The parts of an update.
         resume: Where the fit stands.
     """
 
@@ -29,6 +31,7 @@ class Bridge:
         self._patches = Patches()
         self.slot = Slot(trainer, self._patches)
         self.counts = Counts(trainer, self.slot)
+        self.accumulation = Accumulation(trainer, self.slot)
         self.resume = Resume(trainer, self.slot, self.counts, self._patches)
         self._published: int | None = None
         self._metric = torch.tensor(0.0)
@@ -38,9 +41,14 @@ class Bridge:
         self.resume.begin_epoch()
         self.counts.begin_epoch()
 
+    def accumulate(self) -> None:
+        """Have updates of several parts, from now on."""
+        self.accumulation.install(self._patches)
+
     def end_batch(self, batch_idx: int) -> None:
-        """Follow a batch that ended."""
-        self.resume.end_batch(batch_idx)
+        """Follow a batch, or a part of one, that ended."""
+        if self.accumulation.complete:
+            self.resume.end_batch(batch_idx)
         self.counts.end_batch(batch_idx)
 
     def publish(self, name: str, batch_size: int) -> None:

@@ -27,14 +27,17 @@ class SizeInForce:
         sampler: The user's, of which only the length is read.
         max_samples: No pass has more samples, or None.
         wanted: Samples per batch that are asked for.
+        device_limit: Samples of one part of a batch at most, or None.
 
     Attributes:
         agreed: What all ranks have of the sampler's indices; None for all.
         epoch_samples: Samples of one pass, carried ones apart.
         batch_size: Samples of the next batch, the epoch's tail apart; never more than one epoch holds.
+        device_size: Samples of its first part; all of it where it has but one.
     """
 
-    def __init__(self, sampler: Any, max_samples: int | None, wanted: int) -> None:
+    def __init__(self, sampler: Any, max_samples: int | None, wanted: int, device_limit: int | None = None) -> None:
+        self.device_limit = device_limit
         self.agreed: int | None = None
         self._sampler = sampler
         self._max_samples = max_samples
@@ -54,7 +57,8 @@ class SizeInForce:
         """Look at the length of the sampler again: it may change from one pass to the next."""
         samples = self.available()
         self.epoch_samples = samples if self._max_samples is None else min(samples, self._max_samples)
-        self.batch_size = min(self._wanted, self.epoch_samples) if self.epoch_samples else self._wanted
+        size = self.batch_size = min(self._wanted, self.epoch_samples) if self.epoch_samples else self._wanted
+        self.device_size = size if self.device_limit is None else -(-size // -(-size // self.device_limit))
 
 
 class BlockSampler(Sampler[list[Any]]):
@@ -98,7 +102,7 @@ class BlockSampler(Sampler[list[Any]]):
 
     def __next__(self) -> list[Any]:
         """Draw the next block."""
-        start, wanted = self.blocks.dispatched, self._size.batch_size
+        start, wanted = self.blocks.dispatched, self._size.device_size
         size = self.blocks.next_block(wanted)
         if size < wanted:
             # A DataLoader would have asked its sampler for a whole batch: what that does after its last index
@@ -113,7 +117,7 @@ class BlockSampler(Sampler[list[Any]]):
     def finish(self, keep: int = 0) -> None:
         """Let the sampler come to its end, if all that it gives is asked for but for less than one batch."""
         rest = self.blocks.available - self.blocks.dispatched + keep
-        if rest < self._size.batch_size:
+        if rest < self._size.device_size:
             self._exhaust(rest)
 
     def leftover(self) -> list[Any]:

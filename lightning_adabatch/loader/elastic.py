@@ -33,11 +33,14 @@ class ElasticLoader:
             them, else ``"keep"``.
         max_batches: No pass has more batches, or None.
         max_samples: No pass has more samples, or None.
+        accumulate: The initial batch has so many of the user's, handed out one by one.
+        device_limit: Batches of more samples are handed out in parts, or None.
 
     Attributes:
         dataset, sampler, num_workers, drop_last, worker_init_fn: As in a ``DataLoader``. Everything else
             that a ``DataLoader`` has is read from the user's.
         own_batch_size: The user's, in samples.
+        initial_batch_size: That times ``accumulate``.
         max_batches: No pass has more batches, or None.
         nominal: While True, ``len`` is that of the user's loader.
         carried: Indices that the next pass begins with.
@@ -60,6 +63,8 @@ class ElasticLoader:
         tail: Tail | None = None,
         max_batches: int | None = None,
         max_samples: int | None = None,
+        accumulate: int = 1,
+        device_limit: int | None = None,
     ) -> None:
         batch_sampler: Any = loader.batch_sampler
         self.loader = loader
@@ -72,7 +77,8 @@ class ElasticLoader:
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = False
         self.max_batches = max_batches
-        self._size = SizeInForce(self.sampler, max_samples, self.own_batch_size)
+        self.initial_batch_size = self.own_batch_size * accumulate
+        self._size = SizeInForce(self.sampler, max_samples, self.initial_batch_size, device_limit)
         self._source = _CurrentBlocks()
         self._owned: DataLoader[Any] | None = None
         self.carried: list[Any] = []
@@ -107,6 +113,11 @@ class ElasticLoader:
     def batch_size(self) -> int:
         """Samples of the next batch, the epoch's tail apart; never more than one epoch holds."""
         return self._size.batch_size
+
+    @property
+    def device_size(self) -> int:
+        """Samples of the next batch's first part."""
+        return self._size.device_size
 
     @property
     def batch_sampler(self) -> BatchSampler:
@@ -257,7 +268,8 @@ class ElasticLoader:
 
     def _fresh_plan(self) -> EpochPlan:
         total = self.epoch_samples + len(self.carried)
-        return EpochPlan(total, self.own_batch_size, self.tail, self.max_batches)
+        limit = self._size.device_limit
+        return EpochPlan(total, self.initial_batch_size, self.tail, self.max_batches, device_limit=limit)
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and, once it is over, what the next one begins with."""

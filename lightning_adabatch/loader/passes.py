@@ -38,7 +38,7 @@ class Pass(Iterator[Any]):
     Attributes:
         plan: Where it stands.
         marked: Where it stood when :meth:`mark` was called last, or at its beginning.
-        generator: The state of torch's global generator before the last batch was fetched.
+        generator: The state of torch's global generator before the last batch, its first part, was fetched.
     """
 
     def __init__(
@@ -73,13 +73,14 @@ class Pass(Iterator[Any]):
         return self.plan.batches + self.plan.batches_left(self._size.batch_size)
 
     def __next__(self) -> Any:
-        self.generator = torch.default_generator.get_state()
+        if self.plan.rest == 0:
+            self.generator = torch.default_generator.get_state()
         size = self.plan.hand_out(self._size.batch_size)
         if size == 0:
             self.blocks.finish()
             self.release()
             raise StopIteration
-        self.blocks.blocks.note(size)
+        self.blocks.blocks.note(size if self.plan.device_limit is None else self._size.device_size)
         batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
         self._handed_out(self)
         return batch

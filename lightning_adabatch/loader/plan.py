@@ -28,12 +28,17 @@ class EpochPlan:
         tail: What happens to the samples that do not fill a batch: one smaller batch, carried into the
             next pass, or dropped.
         max_batches: The pass ends after this many batches, or None.
+        device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
+            make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
 
     Attributes:
         consumed: Samples handed out.
-        batches: Batches handed out.
-        last_size: Samples of the last batch; 0 before the first.
+        batches: Batches handed out, each part of one counts.
+        last_size: Samples of the last batch, all parts together; 0 before the first.
         over: No batch follows.
+        part: Which part of the batch was handed out last, from 1.
+        part_size: Its samples.
+        rest: Samples of the batch that are still to be handed out, in ``parts_left`` parts.
     """
 
     total: int
@@ -44,6 +49,11 @@ class EpochPlan:
     batches: int = 0
     last_size: int = 0
     over: bool = False
+    device_limit: int | None = None
+    part: int = 0
+    part_size: int = 0
+    rest: int = 0
+    parts_left: int = 0
 
     def __post_init__(self) -> None:
         """A pass without samples or without batches is over before it starts."""
@@ -62,32 +72,57 @@ class EpochPlan:
             batch = min(size, self.left)
             single = self.left - size == 1 and self.batches + 1 != self.max_batches
             return batch + 1 if single and self._single_joins(size) else batch
-        return size if size <= self.left else self._size_in_force()
+        return size if size <= self.left else self._size_in_force(self.left)
 
     def hand_out(self, size: int) -> int:
-        """Take the next batch off what is left and return its samples; 0 if the pass is over."""
-        batch = self.next_size(size)
-        if batch == 0:
+        """Take the next batch, or the next part of one, off what is left; return its samples, 0 if the pass is over."""
+        if self.rest == 0 and not self._begin(size):
             self.over = True
             return 0
-        self.consumed += batch
+        handed = -(-self.rest // self.parts_left)
+        self.consumed += handed
         self.batches += 1
-        self.last_size = batch
-        incomplete = self.left == 0 if self.tail == "keep" else self.left < batch
-        self.over = incomplete or self.batches == self.max_batches
-        return batch
+        self.part += 1
+        self.part_size = handed
+        self.rest -= handed
+        self.parts_left -= 1
+        if self.rest == 0:
+            incomplete = self.left == 0 if self.tail == "keep" else self.left < self.last_size
+            self.over = incomplete or self.batches == self.max_batches
+        return handed
+
+    def parts(self, size: int) -> int:
+        """Return in how many parts a batch is handed out."""
+        return 1 if self.device_limit is None else -(-size // self.device_limit)
+
+    def _begin(self, size: int) -> bool:
+        batch = self.next_size(size)
+        if batch == 0:
+            return False
+        parts = self.parts(batch)
+        if self.max_batches is not None and parts > self.max_batches - self.batches:
+            parts = self.max_batches - self.batches  # the last batch is as large as the parts that there may be
+            batch = min(batch, parts * (self.device_limit or batch))
+        self.last_size, self.rest, self.parts_left, self.part = batch, batch, parts, 0
+        return True
 
     def batches_left(self, size: int) -> int:
-        """Return how many batches follow if ``size`` stays."""
+        """Return how many batches, or parts of them, follow if ``size`` stays."""
         if self.over:
             return 0
+        left = self.left - self.rest
         if self.tail == "keep":
-            full, rest = divmod(self.left, size)
+            full, rest = divmod(left, size)
             joins = rest == 1 and full > 0 and self._single_joins(size)
-            count = full + (rest > 0 and not joins)
+            count = full * self.parts(size)
+            if joins:
+                count += self.parts(size + 1) - self.parts(size)
+            elif rest:
+                count += self.parts(rest)
         else:
-            fitting = size if size <= self.left else self._size_in_force()
-            count = self.left // fitting if fitting else 0
+            fitting = size if size <= left else self._size_in_force(left)
+            count = left // fitting * self.parts(fitting) if fitting else 0
+        count += self.parts_left
         return count if self.max_batches is None else min(count, self.max_batches - self.batches)
 
     def _single_joins(self, size: int) -> bool:
@@ -95,9 +130,9 @@ class EpochPlan:
         # we chose it the leftover sample joins the batch before it.
         return size > 1 and size != self.own_size
 
-    def _size_in_force(self) -> int:
+    def _size_in_force(self, left: int) -> int:
         # More is wanted than is left: the epoch goes on with the size that was in force.
-        return self.last_size if self.last_size <= self.left else 0
+        return self.last_size if self.last_size <= left else 0
 
 
 @dataclass
@@ -135,7 +170,7 @@ class BlockPlan:
         self._first_size = self._first_size or size
         self._moved = self._moved or size != self._first_size
         block = min(self._border_beyond(self.dispatched, size), self.available) - self.dispatched
-        if block < size and self.plan.tail != "keep" and not self._moved:
+        if block < size and self.plan.tail != "keep" and not (self._moved or self.plan.device_limit):
             return 0  # a tail that nobody will see, unless the size changes: then it is asked for again
         self.dispatched += block
         return block

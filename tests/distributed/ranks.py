@@ -267,6 +267,12 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "same_dwell_1": same,
     "same_dwell_5": lambda out: same(out, dwell=5),
     "same_capped": lambda out: same(out, max_batch_size=8),
+    "same_in_parts": lambda out: train(
+        Recorder(lr=0.5), loader(64, 4), rada(max_device_batch_size=3, max_batch_size=20), root=out
+    ),
+    "accumulated": lambda out: train(
+        Recorder(lr=0.5), loader(68, 4), adapt(16, 16, 28, 10), accumulate_grad_batches=2, root=out
+    ),
     "device_sizes": device_sizes,
     "too_small": too_small,
     "own_data": own_data,

@@ -35,7 +35,7 @@ def indices(result, epoch: int | None = None) -> list[int]:
     return [i for batch in result["batches"] if epoch in (None, batch["epoch"]) for i in batch["indices"]]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, "same_in_parts", "accumulated"])
 def test_ranks_agree(name, both):
     """C07, C68: the same sizes, decisions, learning rates, counts, weights and validations on every rank, always."""
     first, second = both(name)
@@ -137,6 +137,26 @@ def test_one_process_with_the_same_batches(name, settings, both, tmp_path):
         assert (mine.loss, mine.grad_norm_sq) == pytest.approx((theirs["loss"], theirs["grad_norm_sq"]), rel=1e-5)
         assert mine.batch_size == theirs["batch_size"]
     assert torch.allclose(module.net.weight, torch.tensor(first["weights"]), atol=1e-5)
+
+
+def test_parts_on_several_ranks(both):
+    """C67: in parts of at most three per rank, counts, decisions and weights are those of whole batches."""
+    first, _ = both("same_in_parts")
+    whole, _ = both("same_dwell_1")
+    assert max(sizes(first)) == 3
+    assert len(sizes(first)) > len(sizes(whole))
+    assert first["counts"] == whole["counts"]
+    assert torch.allclose(torch.tensor(first["weights"]), torch.tensor(whole["weights"]), atol=1e-6)
+
+
+def test_accumulated_on_several_ranks(both):
+    """C82: B0 is batch size × ranks × accumulate_grad_batches; each of 68 samples is trained once per epoch."""
+    first, second = both("accumulated")
+    assert sizes(first)[:6] == [4, 4, 4, 4, 4, 4]
+    assert sizes(first)[6:8] == [3, 3]  # 28 over two ranks, in four parts: 4, 4, 3, 3
+    assert first["decisions"][:4] == [16, 16, 16, 28]
+    for epoch in range(2):
+        assert Counter(indices(first, epoch) + indices(second, epoch)) == Counter(range(68))
 
 
 def test_grows_and_shrinks(both):

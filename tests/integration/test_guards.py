@@ -188,24 +188,11 @@ def test_refused_modules(name, tmp_path):
     assert (type(train.batch_sampler), train.batch_size, len(train)) == (BatchSampler, 4, 2)
 
 
-TRAINERS = {
-    "accumulation": (lambda: {"accumulate_grad_batches": 4}, r"accumulate_grad_batches=4\) yet.* set acc.*=1"),
-}
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_refused_trainers(name, tmp_path):
-    """C82: accumulation is refused by name."""
-    make, match = TRAINERS[name]
-    refused(match, train=loader(8, 4), root=tmp_path, **make())
-
-
 BOUNDS = {
     "below the floor": ({"min_batch_size": 8}, "initial batch size 4 is not within 8"),
     "above the cap": ({"max_batch_size": 3}, "max_batch_size=3"),
     "no multiple": ({"multiple_of": 3}, "not a multiple of multiple_of=3"),
     "cap below a multiple": ({"multiple_of": 4, "max_batch_size": 3}, "not within 4 and 0"),
-    "device limit": ({"max_device_batch_size": 6}, "max_device_batch_size=6"),
 }
 
 

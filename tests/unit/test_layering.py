@@ -29,7 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "loader": {"generators"},
     "settings": {"controller", "limits", "loader", "meter", "policies"},
     "sinks": {"report"},
-    "guards": {"limits"},
+    "guards": set(),
     "bridge": {"generators", "loader", "sinks", "validation"},
     "data": {"bridge", "checkpoint", "controller", "guards", "loader", "ranks", "settings"},
     "run": {

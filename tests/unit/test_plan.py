@@ -329,3 +329,68 @@ def test_tail_is_fetched_once_the_size_moves(tail):
     assert [blocks.next_block(8) for _ in range(4)] == [8, 8, 0, 0]
     assert blocks.next_block(4) == 4
     assert blocks.dispatched == 20
+
+
+# Parts of batches -------------------------------------------------------------------------------------------------
+
+device_limits = st.integers(1, 15)
+
+
+def in_parts(plan: EpochPlan, wanted: list[int]) -> list[list[int]]:
+    """Hand out the whole pass, a new size wanted for each batch; return the sizes of the parts of each."""
+    batches: list[list[int]] = []
+    for size in chain(wanted, repeat(wanted[-1])):
+        part = plan.hand_out(size)
+        if part == 0:
+            return batches
+        batches.append([part])
+        while plan.rest:
+            assert not plan.over
+            batches[-1].append(plan.hand_out(10**6))  # what is wanted meanwhile is for the next batch
+    raise AssertionError
+
+
+@given(total=totals, own=own_sizes, tail=tails, limit=device_limits, wanted=sizes)
+def test_parts_make_the_batches_that_are_handed_out_whole(total, own, tail, limit, wanted):
+    """Together the parts of each batch are what a pass without a limit hands out; none is above the limit."""
+    plan = EpochPlan(total, own, tail, device_limit=limit)
+    batches = in_parts(plan, wanted)
+    assert [sum(parts) for parts in batches] == run(EpochPlan(total, own, tail), wanted)
+    for parts in batches:
+        assert max(parts) <= limit
+        assert max(parts) - min(parts) <= 1
+        assert parts == sorted(parts, reverse=True)
+        assert len(parts) == -(-sum(parts) // limit)
+    assert plan.batches == sum(map(len, batches))
+
+
+@given(total=totals, own=own_sizes, tail=tails, limit=device_limits, most=st.none() | st.integers(1, 12), wanted=sizes)
+def test_number_of_parts_is_foretold(total, own, tail, limit, most, wanted):
+    """Before and inside of every batch the parts to come are counted right, if the size stays."""
+    plan = EpochPlan(total, own, tail, most, device_limit=limit)
+    for size in wanted:
+        told = plan.batches_left(size)
+        rest = copied(plan)
+        assert told == sum(map(len, in_parts(rest, [size]))) if plan.rest == 0 else True
+        if plan.hand_out(size) == 0:
+            break
+        inside = copied(plan)
+        foretold, begun = inside.batches_left(size), inside.batches
+        while inside.hand_out(size):
+            pass
+        assert inside.batches - begun == foretold
+        while plan.rest:
+            plan.hand_out(size)
+    if most is not None:
+        assert plan.batches <= most
+
+
+@given(total=totals, own=own_sizes, tail=tails, limit=device_limits, most=st.integers(1, 12), wanted=sizes)
+def test_last_batch_has_the_parts_that_there_may_be(total, own, tail, limit, most, wanted):
+    """A limit on the parts of a pass ends it with a batch of the parts that are left, never in the middle of one."""
+    plan = EpochPlan(total, own, tail, most, device_limit=limit)
+    batches = in_parts(plan, wanted)
+    assert plan.over
+    assert plan.rest == 0
+    assert sum(map(len, batches)) <= most
+    assert all(max(parts) <= limit for parts in batches)
