@@ -182,7 +182,7 @@ class AdaptiveBatchSize(pl.Callback):
                 "load_from_checkpoint and fit without ckpt_path",
             ) from None
         self._restored = snapshot
-        self._run.resume_from(snapshot)
+        self._run.resume_from(snapshot, checkpoint)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -234,9 +234,11 @@ class AdaptiveBatchSize(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run as this process knows it: plain numbers, strings and tensors."""
+        if self._ended is not None:
+            return dict(self._ended)
         if self._run is not None:
             return self._run.state_dict(alone=True)
-        return self._ended or (FRESH if self._restored is None else self._restored.state_dict())
+        return dict(FRESH) if self._restored is None else self._restored.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -253,21 +255,22 @@ class AdaptiveBatchSize(pl.Callback):
     ) -> None:
         """Write what all ranks know, and the base learning rates without the factor."""
         if self._run is not None:
-            if self._run.several_ranks:
+            if self._run.several_ranks and self._ended is None:
+                # Not in state_dict, which may be asked of one rank alone.
                 checkpoint["callbacks"][self.state_key] = self._run.state_dict(alone=False)
             self._run.write_base_learning_rates(checkpoint)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the state for checkpoints that are written after the fit."""
+        """Keep the state for checkpoints that are written from now on: Lightning takes the loops down first."""
         self._ended = self._running.state_dict(alone=False)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Keep the state, for others write a checkpoint now; after an exception Lightning calls no ``teardown``."""
         try:
-            if self._run is not None:
-                self._ended = self._run.state_dict(alone=True)
+            if self._run is not None and self._ended is None:
+                self._ended = self._run.last_state()
         finally:
             self._give_back()
 

@@ -40,7 +40,7 @@ class Controller:
         limits: The bounds of the run.
         cadence: When decisions are made.
         training_samples: Samples of the training set, for ``epochs``.
-        observe: Returns the observations since the last call, oldest first. Called once per decision: it
+        observe: Returns the observations since the last decision, oldest first. Called once per decision: it
             may copy from a device.
         notify: Takes what the user should be told; called once per kind of message.
 
@@ -96,14 +96,19 @@ class Controller:
 
         ``learning_rate`` is asked only for a decision: reading it may wait for a device.
         """
-        self.samples += trained
-        if not updated:
-            self.skipped += 1
-            return self.decision
-        self.updates += 1
-        if self.cadence.due(self.updates):
-            self._take(self._observe())
-            self._decide(learning_rate)
+        before = self.updates, self.samples, self.skipped, self.state, self.latest, self.decision
+        try:
+            self.samples += trained
+            if updated:
+                self.updates += 1
+                if self.cadence.due(self.updates):
+                    self._take(self._observe())
+                    self._decide(learning_rate)
+            else:
+                self.skipped += 1
+        except BaseException:  # a policy that raises, or Ctrl-C while a device is waited for: all of it or nothing
+            self.updates, self.samples, self.skipped, self.state, self.latest, self.decision = before
+            raise
         return self.decision
 
     def move_to(self, limits: Limits, training_samples: int) -> None:
@@ -116,6 +121,7 @@ class Controller:
         """Return another controller that stands where this one does, and tells nobody anything."""
         other = copy.copy(self)
         other._observe, other._notify, other._said = observe, _ignore, set()
+        other.state = copy.deepcopy(self.state)  # a policy may change a list in it
         return other
 
     def state_dict(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class TrainData:
         self._counts = bridge.counts
         self._ranks = ranks
         self._accumulate = accumulate
+        self._shuffle_seed: int | None = None  # of the run that was cut
         self._placed: ElasticLoader | None = None  # which loader was told where to go on
         if settings.adapt == "batch_size":
             self._slot.install(self._make_elastic, made=self._counts.loaders_made)
@@ -115,7 +116,8 @@ class TrainData:
                 f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
                 f"with {type(loader.sampler).__name__} on {self._ranks.count} rank(s), where there were "
                 f"{restored.ranks}: the epoch begins again, with all of its samples. For an exact resume keep data, "
-                "sampler and number of ranks, or use a checkpoint that was written at the end of an epoch."
+                "sampler, limit_train_batches and number of ranks, or use a checkpoint that was written at the end of "
+                "an epoch."
             )
         elif loader.num_workers and in_epoch(restored.place):
             rank_zero_info(
@@ -123,7 +125,8 @@ class TrainData:
                 "random is drawn anew."
             )
         own = restored.of_rank(self._ranks.rank)
-        draws_now = own["pass"] is not None and own["pass"]["started"] is None and loader.num_workers > 0
+        place = own.get("pass")
+        draws_now = place is not None and place["started"] is None and loader.num_workers > 0
 
         def end() -> None:
             if draws_now:  # workers have the sampler begin with the pass, and it draws from the generators
@@ -137,7 +140,7 @@ class TrainData:
     def _make_elastic(self, loader: Any) -> ElasticLoader:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
         guards.check_loader(loader)
-        max_batches, max_samples = self._counts.limits_of(loader)
+        max_batches, max_samples = self._counts.limits_of(loader, self._initial_size(loader))
         elastic = ElasticLoader(
             loader,
             tail=self._settings.tail,
@@ -147,6 +150,7 @@ class TrainData:
             device_limit=self._settings.max_device_batch_size or (loader.batch_size if self._accumulate > 1 else None),
         )
         self._agree(elastic)
+        elastic.shuffle_seed = self._shuffle_seed
         ranks = self._ranks.count
         if self.controller is not None:
             limits = dataclasses.replace(self.controller.limits, epoch_samples=elastic.epoch_samples * ranks)
@@ -155,6 +159,16 @@ class TrainData:
         elif self.restored is not None:
             self._place(elastic, self.restored)
         return elastic
+
+    def _initial_size(self, loader: Any) -> int:
+        """Return the samples of one of the first batches on one rank: the run's, not this loader's."""
+        if self.controller is not None:
+            initial = self.controller.limits.initial_batch_size
+        elif self.restored is not None:
+            initial = self.restored.rule["initial_batch_size"]
+        else:
+            return int(loader.batch_sampler.batch_size)
+        return max(1, initial // self._ranks.count // self._accumulate)
 
     def _agree(self, elastic: ElasticLoader) -> None:
         """Have all ranks take the number of samples that the one with the fewest has: a collective."""
@@ -167,7 +181,8 @@ class TrainData:
         rank, ranks = self._ranks.rank, self._ranks.count
         loader.resize(max(1, restored.rule["batch_size"] // ranks))
         own = restored.of_rank(rank)
-        loader.shuffle_seed = own.get("shuffle_seed")  # Lightning takes it from the global seed of this process
+        # Lightning takes it from the global seed of this process, now and when loaders are reloaded.
+        loader.shuffle_seed = self._shuffle_seed = own.get("shuffle_seed")
         place = own.get("pass")
         if place is not None:
             if not restored.whole and rank > 0:  # it is the first rank's

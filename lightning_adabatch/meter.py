@@ -77,13 +77,17 @@ class Meter:
             self._scalars = [self._stacked()]
 
     def read(self) -> list[Observation]:
-        """Return the closed rows, oldest first, and start afresh: the one copy from the device to the host."""
+        """Return the closed rows, oldest first, and start afresh."""
         observations = self.peek()
-        self._before, self._scalars, self._sizes = [], [], []
+        self.clear()
         return observations
 
+    def clear(self) -> None:
+        """Forget the closed rows."""
+        self._before, self._scalars, self._sizes = [], [], []
+
     def peek(self, *, alone: bool = False) -> list[Observation]:
-        """Return the closed rows, and keep them.
+        """Return the closed rows, oldest first, and keep them: the one copy from the device to the host.
 
         Args:
             alone: Ask nobody else: the other processes may not be there to answer.

@@ -11,14 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
 from lightning_adabatch import guards, sinks
-from lightning_adabatch.bridge import Bridge
+from lightning_adabatch.bridge import Bridge, prepare, ranks_of, shards_of
 from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.data import TrainData
@@ -26,7 +24,6 @@ from lightning_adabatch.limits import Decision
 from lightning_adabatch.lr import LRFactor, planned_steps
 from lightning_adabatch.meter import Meter
 from lightning_adabatch.policies import Constant, Observation
-from lightning_adabatch.ranks import Ranks
 from lightning_adabatch.report import PREFIX, Gate, Record
 from lightning_adabatch.settings import Settings
 
@@ -55,6 +52,8 @@ class Run:
         self._trainer = trainer
         self._settings = settings
         self._stepped: list[int] = []  # optimizers that stepped in the batch in hand
+        self._closed = False  # whether its row in the meter is closed,
+        self._counted = False  # and whether it is counted: what raises in between leaves it half done
         self._manual = False
         self._said_backward = False
         self._batch: Any = None  # in hand
@@ -94,7 +93,7 @@ class Run:
             limits,
             self._settings.cadence,
             training_samples=training_samples,
-            observe=self.meter.read,
+            observe=self.meter.peek,
             notify=rank_zero_warn,
         )
         self._data.controller = self.controller
@@ -139,6 +138,7 @@ class Run:
         self.meter.open()
         self.had_backward = False
         self._stepped = []
+        self._closed = self._counted = False
 
     def take_loss(self, loss: Tensor) -> None:
         """Measure the loss, without what a gradient scaler multiplied it by; of a part its share."""
@@ -165,23 +165,31 @@ class Run:
             return
         used = controller.decision
         trained = self._data.trained(batch, batch_idx)
-        if self._stepped:
+        updated = bool(self._stepped)
+        if updated:
             self.meter.close(trained, self._stepped)
+            self._closed = True
             if self._manual and not self.had_backward:
                 self._say_backward()
-        self._apply(controller.end_batch(trained, updated=bool(self._stepped), learning_rate=self._base_rate))
+        decision = controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
+        self._counted = True
+        if updated and controller.cadence.due(controller.updates):
+            self.meter.clear()
+        self._apply(decision)
         self._bridge.end_batch(batch_idx)
-        if self._stepped:
-            self._report(controller, used, trained)
         # Lightning ends a batch that is None without having begun it.
         self._batch = None
         self._forget()
+        if updated:
+            self._report(controller, used, trained)
 
     # Checkpoints ------------------------------------------------------------------------------------
 
-    def resume_from(self, snapshot: Snapshot | None) -> None:
+    def resume_from(self, snapshot: Snapshot | None, checkpoint: dict[str, Any]) -> None:
         """Have the run go on from a checkpoint, if the run in it had begun."""
         self._data.restored = snapshot
+        if snapshot is not None:
+            prepare(checkpoint, snapshot.place)
 
     def state_dict(self, *, alone: bool) -> dict[str, Any]:
         """Return what another process needs to go on after the last update that was made.
@@ -195,18 +203,21 @@ class Run:
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
         whole = not self._in_parts or self._bridge.accumulation.complete
         settled = whole and (bool(self._stepped) or self._bridge.resume.batch_processed)
+        updated, trained = bool(self._stepped), 0
         if settled:
-            meter, gate = meter.copy(alone=alone), copy.copy(gate)
-            controller = controller.copy(meter.read)
             trained = self._data.trained(self._batch, self._bridge.resume.ended)
-            used = controller.decision
-            if self._stepped:
+            meter, gate, used = meter.copy(alone=alone), copy.copy(gate), controller.decision
+            controller = controller.copy(meter.peek)
+            if updated and not self._closed:
                 meter.close(trained, self._stepped)
-            controller.end_batch(trained, updated=bool(self._stepped), learning_rate=self._base_rate)
-            if self._stepped:
+            if not self._counted:
+                controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
+            if updated:
                 unlogged = None if gate.admits(controller.updates, trained) else (used, trained)
-        metrics = self._bridge.resume.metrics(alone=alone)
-        if settled and self._stepped:
+                if controller.cadence.due(controller.updates):
+                    meter.clear()
+        metrics = self._bridge.resume.metrics(alone=alone and self._ranks.several)
+        if settled and updated:
             metrics[_METRIC] = torch.tensor(float(trained))
         place, own = self._bridge.resume.state(settled=settled)
         everybody = [own] if alone else self._ranks.gather(own)
@@ -219,9 +230,20 @@ class Run:
             ranks=self._ranks.count,
             own=everybody[:1] if _all_equal(everybody) else everybody,
             whole=not (alone and self._ranks.several),
-            inside_step=not settled and self._bridge.resume.batch_begun,
+            inside_step=self._bridge.resume.batch_begun and not (settled and self._bridge.resume.batch_processed),
         )
         return snapshot.state_dict()
+
+    def last_state(self) -> dict[str, Any]:
+        """Return the state after an exception, asking nobody; empty if what raised would raise again."""
+        try:
+            return self.state_dict(alone=True)
+        except Exception as error:  # noqa: BLE001  # the one that ended the run is what the user is to see
+            rank_zero_warn(
+                f"AdaptiveBatchSize: its state could not be taken ({type(error).__name__}: {error}); a checkpoint that "
+                "is written now cannot be resumed. Use the last one that was written before."
+            )
+            return {}
 
     def _go_on(self, controller: Controller, restored: Snapshot) -> None:
         """Stand where the run of the checkpoint stood."""
@@ -342,23 +364,6 @@ class Run:
             skipped=controller.skipped or None,
         )
         sinks.write(self._trainer.loggers, record)
-
-
-def ranks_of(trainer: pl.Trainer) -> Ranks:
-    """Return the data-parallel ranks of a Trainer."""
-    strategy: Any = trainer.strategy
-    if not isinstance(strategy, ParallelStrategy):
-        return Ranks()
-    kwargs = strategy.distributed_sampler_kwargs
-    return Ranks(kwargs["num_replicas"], kwargs["rank"], strategy.root_device)
-
-
-def shards_of(trainer: pl.Trainer) -> int:
-    """Return over how many processes gradients that are plain tensors are divided."""
-    strategy = trainer.strategy
-    if isinstance(strategy, FSDPStrategy) and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD:
-        return int(trainer.world_size)
-    return 1
 
 
 def _all_equal(states: Sequence[Any]) -> bool:

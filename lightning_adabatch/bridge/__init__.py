@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only place that touches Lightning's internals. Each touch is one function that says what and why."""
 
-from lightning_adabatch.bridge.progress import in_epoch
+from lightning_adabatch.bridge.progress import in_epoch, prepare
+from lightning_adabatch.bridge.strategy import ranks_of, shards_of
 from lightning_adabatch.bridge.trainer import Bridge
 
-__all__ = ["Bridge", "in_epoch"]
+__all__ = ["Bridge", "in_epoch", "prepare", "ranks_of", "shards_of"]

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_adabatch.bridge.slot import Slot
+from lightning_adabatch.loader import ElasticLoader
 from lightning_adabatch.sinks import show_total
 from lightning_adabatch.validation import ValidationPoints
 
@@ -35,18 +36,23 @@ class Counts:
         self._planned_val_check_batch: Any = None
         self._warned_short = False
 
-    def limits_of(self, loader: Any) -> tuple[int | None, int | None]:
+    def limits_of(self, loader: Any, size: int) -> tuple[int | None, int | None]:
         """Return the most batches and the most samples of an epoch that the Trainer's flags allow.
 
         A whole number of batches is one, whatever their size; a share is a share of the data, in batches of
         the initial size. What is overfitted is a fixed set of samples.
+
+        Args:
+            loader: The user's.
+            size: Samples of one of the run's first batches.
         """
         trainer = self._trainer
         limit = trainer.limit_train_batches
         overfit: int | float = trainer.overfit_batches  # type: ignore[attr-defined]  # set late
-        size = loader.batch_sampler.batch_size
         if isinstance(limit, float):
-            return None, None if limit == 1.0 else int(len(loader) * limit) * size
+            full, rest = divmod(len(loader.batch_sampler.sampler), size)
+            batches = full + (rest > 0 and not loader.batch_sampler.drop_last)
+            return None, None if limit == 1.0 else int(batches * limit) * size
         if overfit:
             return None, int(limit) * size
         return int(limit), None
@@ -67,6 +73,9 @@ class Counts:
         loader.carry_from(live)
         batches = loader.fresh_length
         self.set(batches)
+        self._plan_validation(loader, batches)
+
+    def _plan_validation(self, loader: ElasticLoader, batches: int) -> None:
         interval = self._val_check_interval
         if isinstance(interval, float):
             # With infinity Lightning validates after the last batch.
@@ -124,11 +133,19 @@ class Counts:
             points = copy.copy(self._points)
             every = _every(ended, due=points.reached(plan.consumed, last=plan.over))
             marked = points.state()
-        return {"points": marked, "val_check_batch": every}
+        return {"points": marked, "val_check_batch": every, "val_setting": self._val_setting}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Set the counts of an epoch that another process began."""
-        if self._slot.loader is None:
+        loader = self._slot.loader
+        if loader is None:
+            return
+        if state["val_setting"] != self._val_setting:  # this Trainer validates at other points
+            self.set(self._slot.live.length)
+            self._plan_validation(loader, loader.fresh_length)
+            if self._points is not None:
+                self._points.reached(self._slot.live.plan.consumed, last=False)
+                self._marked_points = self._points.state()
             return
         self._points = None if state["points"] is None else ValidationPoints.from_state(state["points"])
         self._marked_points = state["points"]
@@ -141,6 +158,10 @@ class Counts:
         """Put back what Lightning planned."""
         if self._slot.loader is not None:
             self._trainer.val_check_batch = self._planned_val_check_batch
+
+    @property
+    def _val_setting(self) -> list[Any]:
+        return [self._val_check_interval, self._trainer.check_val_every_n_epoch]
 
     @property
     def _val_check_interval(self) -> int | float | None:

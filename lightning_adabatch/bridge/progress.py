@@ -69,6 +69,17 @@ def in_epoch(place: Mapping[str, Any]) -> bool:
     return place["next"] in _IN_EPOCH
 
 
+def prepare(checkpoint: dict[str, Any], place: Mapping[str, Any]) -> None:
+    """Set the epoch in a checkpoint that was read, so that Lightning does not take a run for finished.
+
+    It counts an epoch that ``max_steps`` or ``max_time`` ended in its middle, and asks that before any hook.
+    """
+    if in_epoch(place):
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        done = place["epoch"]
+        progress["current"].update(ready=done + 1, started=done + 1, processed=done, completed=done)
+
+
 def take_up(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     """Set the loops to a place; called in ``on_train_start``, after Lightning's own restart did what it does."""
     fit_loop = trainer.fit_loop

@@ -38,7 +38,7 @@ class Resume:
         self._patches = patches
         self._steps_at_end = 0  # Lightning's count of steps when the last batch ended
         self._validated = False  # whether the validation that follows the last batch ended
-        self._before_validation: dict[str, Any] = {}  # generators, as the validation now running found them
+        self._before_validation: dict[str, Any] | None = None  # generators, as the validation now running found them
         self._to_restore: dict[str, Any] | None = None  # generators, until training begins
         self._watch_validation()
 
@@ -56,13 +56,18 @@ class Resume:
     def batch_begun(self) -> bool:
         """Whether Lightning has fetched a batch that has not ended here."""
         epochs: Any = self._trainer.fit_loop.epoch_progress.current
-        return bool(epochs.started > epochs.processed and _batches(self._trainer).ready > self.ended)
+        if epochs.started <= epochs.processed:
+            return False
+        if self._slot.loader is not None:  # Lightning counts it only once it is on its device
+            live = self._slot.live
+            return live.plan.batches > live.marked.batches
+        return bool(_batches(self._trainer).ready > self.ended)
 
     @property
     def batch_processed(self) -> bool:
         """Whether Lightning is through with such a batch but for the hooks that end it."""
         batches = _batches(self._trainer)
-        return self.batch_begun and batches.ready == batches.processed
+        return self.batch_begun and batches.ready == batches.processed > self.ended
 
     def state(self, *, settled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return where the fit stands: what is the same on all ranks, and what is this rank's own.
@@ -113,6 +118,8 @@ class Resume:
         self._trainer._logger_connector._callback_metrics.update(metrics)
         progress.take_up(self._trainer, place)
         if progress.in_epoch(place):
+            if self._slot.loader is not None:
+                place = {**place, "last": self._slot.live.plan.over}  # the limits may be others now
             self.ended = place["batches"]
             self._steps_at_end = place["steps"] - (place["next"] == progress.BATCH)
             self._validated = place["next"] == progress.AFTER_VALIDATION
@@ -131,7 +138,9 @@ class Resume:
 
         def run() -> Any:
             self._before_validation = generators.capture(self._trainer.strategy.root_device)
-            return begin()
+            done = begin()
+            self._before_validation = None  # not after an exception: its hooks may write a checkpoint
+            return done
 
         def on_evaluation_end(*args: Any, **kwargs: Any) -> None:
             self._validated = not self._trainer.sanity_checking  # before any hook of this name
@@ -149,7 +158,7 @@ class Resume:
     def _generators(self, place: Mapping[str, Any], live: Pass | None, *, settled: bool) -> dict[str, Any]:
         if self._to_restore is not None:
             return self._to_restore
-        if place["next"] == progress.VALIDATION and self._trainer.validating:
+        if place["next"] == progress.VALIDATION and self._before_validation is not None:
             return self._before_validation
         state = generators.capture(self._trainer.strategy.root_device)
         if place["next"] == progress.BATCH and live is not None and not settled and self.batch_begun:

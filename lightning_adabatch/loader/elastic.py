@@ -223,7 +223,8 @@ class ElasticLoader:
         plan.batches, plan.last_size = place["batches"], place["last_size"]
         blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
         if same:
-            plan.consumed, plan.over = place["consumed"], place["over"]
+            plan.consumed = place["consumed"]
+            plan.over = place["over"] or (self.max_batches is not None and plan.batches >= self.max_batches)
             blocks.blocks.go_on(place["blocks"])
             if place["started"] is None:
                 self.own_generators = place["own"]

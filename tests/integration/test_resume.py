@@ -802,3 +802,217 @@ def test_cuts_are_where_they_say(uncut_run):
     assert uncut.marks[Cut("validation_start", 0, 1)].validations == 1
     assert uncut.marks[Cut("validation_end", 0, 1)].validations == 2
     assert uncut.marks[Cut("train_epoch_end", 0)].steps == first_epoch
+
+
+# What a review found ----------------------------------------------------------------------------------------------
+
+
+class SavesLate(pl.Callback):
+    """Writes checkpoints in the hooks that come after training."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / "fit_end.ckpt")
+
+    def teardown(self, trainer, pl_module, stage):
+        trainer.save_checkpoint(self.folder / "teardown.ckpt")
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["fit_end", "teardown"])
+def test_checkpoints_after_training(name, first, tmp_path):
+    """A checkpoint of on_fit_end or teardown, after Lightning took the loops down, goes on like any other."""
+    uncut = run(PLANS["radadamp"], tmp_path)
+
+    def callbacks():
+        both = [AdaptiveBatchSize(RadaDamp(rho=0.5)), SavesLate(tmp_path)]
+        return both[::-1] if first else both
+
+    plan = replace(PLANS["radadamp"], ours=lambda: None, callbacks=callbacks, trainer={"epochs": 1})
+    run(plan, tmp_path)
+    resumed = resume(PLANS["radadamp"], tmp_path / f"{name}.ckpt", tmp_path)
+    assert_equal("steps", resumed.steps, uncut.steps[-len(resumed.steps) :])
+    assert_same_end(uncut, resumed)
+
+
+class RaisesOnce(RadaDamp):
+    """A policy that raises at its fifth observation, in one of its functions, as Ctrl-C or a fault of it may."""
+
+    where = "update"
+    raised = False
+
+    def update(self, state, observation):
+        state = super().update(state, observation)
+        self._raise("update", state)
+        return state
+
+    def damping(self, state, progress):
+        self._raise("damping", state)
+        return super().damping(state, progress)
+
+    def _raise(self, where, state) -> None:
+        if where == RaisesOnce.where and state.observations == 5 and not RaisesOnce.raised:
+            RaisesOnce.raised = True
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["update", "damping"])
+def test_an_interrupt_of_a_decision_counts_the_update_once(where, tmp_path):
+    """Ctrl-C while a decision is made, where a device is waited for: the update counts once, and the run goes on."""
+    RaisesOnce.where, RaisesOnce.raised = where, True
+    setup = Setup(lambda: AdaptiveBatchSize(RaisesOnce(rho=0.5)))
+    uncut = run(setup, tmp_path)
+    RaisesOnce.raised = False
+    failing = replace(setup, callbacks=lambda: [SavesOnException(tmp_path)])
+    error = run(failing, tmp_path, raises=SystemExit).error
+    assert isinstance(error, SystemExit)
+    resumed = resume(failing, tmp_path / "cut.ckpt", tmp_path)
+    assert_equal("steps", resumed.steps, uncut.steps[5:])
+    assert_same_end(uncut, resumed)
+
+
+class Interrupts(Augmented):
+    """Ctrl-C in the middle of fetching a batch, as it mostly comes; draws at random."""
+
+    fetched = 0
+
+    def __getitem__(self, index: int):
+        sample = super().__getitem__(index)
+        Interrupts.fetched += 1
+        if Interrupts.fetched == 30:
+            raise KeyboardInterrupt
+        return sample
+
+
+def test_an_interrupt_of_a_fetch(tmp_path, caplog):
+    """What a batch that was not fetched to its end drew is drawn again, and a notice says where the run goes on."""
+    setup = Setup(PLANS["radadamp"].ours, train=lambda: train_loader(data=Interrupts("torch")))
+    Interrupts.fetched = 10**6
+    uncut = run(setup, tmp_path)
+    Interrupts.fetched = 0
+    failing = replace(setup, callbacks=lambda: [SavesOnException(tmp_path)])
+    assert isinstance(run(failing, tmp_path, raises=SystemExit).error, SystemExit)
+    Interrupts.fetched = 10**6
+    with caplog.at_level(logging.INFO):
+        resumed = resume(setup, tmp_path / "cut.ckpt", tmp_path)
+    assert "was written inside a step" in caplog.text
+    assert 0 < len(resumed.steps) < len(uncut.steps)
+    assert_equal("steps", resumed.steps, uncut.steps[-len(resumed.steps) :])
+    assert_same_end(uncut, resumed)
+
+
+@pytest.mark.parametrize(("before", "behind"), [("lr", "batch_size"), ("batch_size", "lr")])
+def test_another_mode_goes_on_from_an_epochs_end(before, behind, tmp_path):
+    """A run of one mode goes on in the other from the end of an epoch."""
+    cut = Cut("train_epoch_end", 0)
+    first, second = (
+        Setup(lambda mode=mode: AdaptiveBatchSize(RadaDamp(rho=0.5), adapt=mode)) for mode in (before, behind)
+    )
+    run(first, tmp_path, [cut])
+    resumed = resume(second, tmp_path / f"{cut}.ckpt", tmp_path)
+    assert resumed.error is None
+    assert {step.epoch for step in resumed.steps} == {1, 2}
+
+
+@pytest.mark.filterwarnings("ignore:AdaptiveBatchSize.adapt='lr'. leaves the DataLoader to you")
+def test_a_mode_that_moves_sizes_needs_the_place(tmp_path):
+    """In mid-epoch the -LR mode does not know its place in the data: refused by name, with what to do."""
+    cut = Cut("train_batch_end", 0, 2)
+    run(Setup(lambda: AdaptiveBatchSize(RadaDamp(rho=0.5), adapt="lr")), tmp_path, [cut])
+    with pytest.raises(MisconfigurationException, match=r"with adapt='lr'.*at the end of an epoch"):
+        resume(Setup(lambda: AdaptiveBatchSize(RadaDamp(rho=0.5))), tmp_path / f"{cut}.ckpt", tmp_path)
+
+
+@pytest.mark.parametrize("setting", [{"val_check_interval": 3}, {"val_check_interval": 0.5}, {}])
+def test_the_trainers_own_validation_points_win(setting, tmp_path):
+    """A resumed run validates where its own Trainer says, whatever the one that was cut had."""
+    cut = Cut("train_batch_end", 0, 3)
+    run(Setup(scripted(4), trainer={"val_check_interval": 0.25}), tmp_path, [cut])
+    resumed = resume(Setup(scripted(4), trainer=setting), tmp_path / f"{cut}.ckpt", tmp_path)
+    at = [step for epoch, step, _ in resumed.module.validations if epoch == 1]
+    whole = run(Setup(scripted(4), trainer=setting), tmp_path)
+    assert at == [step for epoch, step, _ in whole.module.validations if epoch == 1]
+
+
+class LogsSteps(Learner):
+    """Follows a metric that training_step logs."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        configured = super().configure_optimizers()
+        configured["lr_scheduler"]["monitor"] = "train_loss"
+        return configured
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_plateau_on_a_metric_of_the_step(number, side, tmp_path):
+    """A scheduler that follows what training_step logged finds it after a resume, whoever wrote the checkpoint."""
+    cut = Cut("train_batch_end", 0, number, side)
+    module = lambda: LogsSteps(lambda o, _: ReduceLROnPlateau(o, patience=0, factor=0.7), "step")  # noqa: E731
+    setup = Setup(PLANS["radadamp"].ours, module=module)
+    uncut = run(setup, tmp_path, [cut])
+    assert_goes_on(uncut, resume(setup, tmp_path / f"{cut}.ckpt", tmp_path), uncut.marks[cut])
+
+
+def test_a_run_stopped_in_its_last_epoch_is_finished(tmp_path):
+    """What max_steps ended in the middle of the only epoch goes on to that epoch's end."""
+    setup = PLANS["radadamp"]
+    whole = run(replace(setup, trainer={"epochs": 1}), tmp_path)
+    cut = Cut("train_end", 0)
+    stopped = run(replace(setup, trainer={"epochs": 1, "max_steps": 3}), tmp_path)
+    stopped.trainer.save_checkpoint(tmp_path / f"{cut}.ckpt")
+    resumed = resume(replace(setup, trainer={"epochs": 1}), tmp_path / f"{cut}.ckpt", tmp_path)
+    assert_equal("steps", resumed.steps, whole.steps[3:])
+    assert_same_end(whole, resumed)
+
+
+def test_a_lower_limit_of_batches_ends_the_epoch(tmp_path):
+    """More batches were trained than limit_train_batches allows now: the epoch is over, and the next one is short."""
+    cut = Cut("train_batch_end", 0, 4)
+    run(Setup(scripted(4)), tmp_path, [cut])
+    resumed = resume(Setup(scripted(4), trainer={"limit_train_batches": 3}), tmp_path / f"{cut}.ckpt", tmp_path)
+    assert [step.epoch for step in resumed.steps] == [1, 1, 1, 2, 2, 2]
+    assert [epoch for epoch, _, _ in resumed.module.validations][-2:] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:AdaptiveBatchSize. the order of the epoch")
+def test_a_share_of_the_data_is_in_batches_of_the_runs_first_size(tmp_path):
+    """A float limit_train_batches stays the same share if the DataLoader has another batch size now."""
+    cut = Cut("train_epoch_end", 0)
+    setup = Setup(scripted(4), trainer={"limit_train_batches": 0.5})
+    uncut = run(setup, tmp_path, [cut])
+    other = replace(setup, train=lambda: train_loader(7))
+    resumed = resume(other, tmp_path / f"{cut}.ckpt", tmp_path)
+    assert_equal("steps", resumed.steps, uncut.steps[-len(resumed.steps) :])
+
+
+class SavesBeforeValidation(Learner):
+    """Writes a checkpoint in the hook between a batch and its validation."""
+
+    folder = None
+
+    def on_validation_model_zero_grad(self):
+        super().on_validation_model_zero_grad()
+        if self.folder is not None and not self.trainer.sanity_checking:
+            self.trainer.save_checkpoint(self.folder / f"zero_grad-{len(self.validations)}.ckpt")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_checkpoint_right_before_a_validation(number, tmp_path):
+    """The hook before a validation is one in which a checkpoint can be written too."""
+    uncut = run(replace(PLANS["radadamp"], module=SavesBeforeValidation), tmp_path)
+    SavesBeforeValidation.folder = tmp_path
+    run(replace(PLANS["radadamp"], module=SavesBeforeValidation), tmp_path)
+    SavesBeforeValidation.folder = None
+    resumed = resume(
+        replace(PLANS["radadamp"], module=SavesBeforeValidation), tmp_path / f"zero_grad-{number}.ckpt", tmp_path
+    )
+    assert resumed.module.validations == uncut.module.validations[number:]
+    assert_same_end(uncut, resumed)

@@ -30,10 +30,10 @@ LAYERS: dict[str, set[str]] = {
     "settings": {"controller", "limits", "loader", "meter", "policies"},
     "sinks": {"report"},
     "guards": set(),
-    "bridge": {"generators", "loader", "sinks", "validation"},
+    "bridge": {"generators", "loader", "ranks", "sinks", "validation"},
     "data": {"bridge", "checkpoint", "controller", "guards", "loader", "ranks", "settings"},
     "run": {
-        *("bridge", "checkpoint", "controller", "data", "guards", "limits", "lr", "meter", "policies", "ranks"),
+        *("bridge", "checkpoint", "controller", "data", "guards", "limits", "lr", "meter", "policies"),
         *("report", "settings", "sinks"),
     },
     "callback": {"checkpoint", "controller", "guards", "policies", "run", "settings"},
