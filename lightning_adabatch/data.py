@@ -156,6 +156,9 @@ class TrainData:
             limits = dataclasses.replace(self.controller.limits, epoch_samples=elastic.epoch_samples * ranks)
             self.controller.move_to(limits, training_samples=elastic.available() * ranks)
             elastic.resize(self.controller.decision.batch_size // ranks)
+            before = self._slot.loader
+            if before is not None and len(before.sampler) == len(elastic.sampler):
+                elastic.carried = before.carried  # of the same data: a reload loses none of it
         elif self.restored is not None:
             self._place(elastic, self.restored)
         return elastic

@@ -49,6 +49,10 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
         for kind, remedy in _REFUSED_CALLBACKS:
             if isinstance(callback, kind):
                 raise refuse(f"{kind.__name__} beside it", remedy)
+    if trainer.accumulate_grad_batches < 1:
+        raise refuse(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})", "set accumulate_grad_batches=1"
+        )
     _check_strategy(trainer)
 
 

@@ -15,6 +15,8 @@ from lightning_adabatch.loader import Tail
 from lightning_adabatch.meter import MEASURES
 from lightning_adabatch.policies import Policy
 
+_MOST = 2**62  # beyond any data set, and every ratio of such numbers is a float
+
 Adapt = Literal["batch_size", "lr"]
 
 
@@ -47,7 +49,7 @@ class Settings:
         if isinstance(self.max_batch_size, float) and self.max_batch_size.is_integer():
             # An int that passed through a command line's int | float comes out as a float.
             object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
-        if self.max_batch_size is not None and self.max_batch_size != math.inf:
+        if self.max_batch_size is not None and not _is_infinite(self.max_batch_size):
             _check_integer("max_batch_size", self.max_batch_size, 1, also="math.inf (.inf in YAML), or None")
         _check_choice("adapt", self.adapt, get_args(Adapt))
         _check_choice("lr_scaling", self.lr_scaling, get_args(LRScaling))
@@ -112,7 +114,13 @@ class Settings:
             raise ValueError(  # noqa: TRY004  # a ValueError for every argument
                 f"policy={self.policy!r} must be an instance of a Policy, such as RadaDamp()."
             )
-        unknown = sorted(set(self.policy.requires) - MEASURES)
+        requires: Any = self.policy.requires
+        if not isinstance(requires, (set, frozenset)) or not all(isinstance(name, str) for name in requires):
+            raise ValueError(
+                f"{type(self.policy).__name__}.requires={requires!r} must be a frozenset of names out of "
+                f"{', '.join(sorted(MEASURES))}."
+            )
+        unknown = sorted(requires - MEASURES)
         if unknown:
             raise ValueError(
                 f"{type(self.policy).__name__}.requires asks for {', '.join(unknown)}; what can be measured is "
@@ -136,9 +144,14 @@ class Settings:
                 )
 
 
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and value == math.inf
+
+
 def _check_integer(name: str, value: Any, least: int, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        allowed = f"an integer >= {least}" + (f", {also}" if also else "")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        allowed = f"an integer >= {least}" + (f" and <= {_MOST}" if isinstance(value, int) and value > _MOST else "")
+        allowed += f", {also}" if also else ""
         raise ValueError(f"{name}={value!r} must be {allowed}. Set for example {name}={max(least, 1)}.")
 
 

@@ -33,6 +33,7 @@ class Counts:
         self._slot = slot
         self._points: ValidationPoints | None = None
         self._marked_points: list[int] | None = None  # as they were after the last update
+        self._every_batches: int | None = None  # the interval, where the epoch is a number of batches
         self._planned_val_check_batch: Any = None
         self._warned_short = False
 
@@ -78,12 +79,12 @@ class Counts:
     def _plan_validation(self, loader: ElasticLoader, batches: int) -> None:
         interval = self._val_check_interval
         if isinstance(interval, float):
-            # With infinity Lightning validates after the last batch.
-            self._trainer.val_check_batch = math.inf
+            self._trainer.val_check_batch = self._at_the_end(batches)
             self._points = None
+            self._every_batches = None
             if interval != 1.0 and batches == loader.max_batches:
                 # The epoch is a number of batches, whatever their size, and so are the points in it.
-                self._trainer.val_check_batch = max(1, int(batches * interval))
+                self._every_batches = self._trainer.val_check_batch = max(1, int(batches * interval))
             elif interval != 1.0:
                 self._points = ValidationPoints(batches, interval, loader.device_size)
         self._marked_points = None if self._points is None else self._points.state()
@@ -99,6 +100,11 @@ class Counts:
         if self._points is not None:
             due = self._points.reached(live.plan.consumed, last=live.plan.over)
             self._trainer.val_check_batch = _every(batch_idx + 1, due=due)
+        elif self._every_batches is not None:
+            # An epoch that became short still validates at its end.
+            self._trainer.val_check_batch = min(self._every_batches, batches)
+        elif isinstance(self._val_check_interval, float):
+            self._trainer.val_check_batch = self._at_the_end(batches)
         if live.plan.rest == 0:
             live.mark()
             self._marked_points = None if self._points is None else self._points.state()
@@ -133,7 +139,8 @@ class Counts:
             points = copy.copy(self._points)
             every = _every(ended, due=points.reached(plan.consumed, last=plan.over))
             marked = points.state()
-        return {"points": marked, "val_check_batch": every, "val_setting": self._val_setting}
+        more = {"val_setting": self._val_setting, "every_batches": self._every_batches}
+        return {"points": marked, "val_check_batch": every, **more}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Set the counts of an epoch that another process began."""
@@ -149,6 +156,7 @@ class Counts:
             return
         self._points = None if state["points"] is None else ValidationPoints.from_state(state["points"])
         self._marked_points = state["points"]
+        self._every_batches = state["every_batches"]
         batches = self._slot.live.length
         self.set(batches)
         self._trainer.val_check_batch = state["val_check_batch"]
@@ -158,6 +166,13 @@ class Counts:
         """Put back what Lightning planned."""
         if self._slot.loader is not None:
             self._trainer.val_check_batch = self._planned_val_check_batch
+
+    def _at_the_end(self, batches: int) -> float:
+        """Return the interval with which Lightning validates after an epoch's last batch, and only there.
+
+        That is infinity, unless an int ``limit_train_batches`` (``overfit_batches`` too) has it ask another way.
+        """
+        return batches if isinstance(self._trainer.limit_train_batches, int) and batches else math.inf
 
     @property
     def _val_setting(self) -> list[Any]:

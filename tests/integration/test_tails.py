@@ -117,3 +117,13 @@ def test_last_batch_is_settled_when_it_is_handed_out(tmp_path):
     fit(module, loader(32, 16), loader(8, 8), callbacks=[adapt(16, 16, 4)], root=tmp_path)
     assert module.sizes == [16, 16] + [4] * 8
     assert module.validations == [2, 10]
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_carried_samples_survive_a_reload(reload, tmp_path):
+    """33 samples in batches of 8 over 9 epochs are 37 batches, and one sample is left, reloaded or not."""
+    module = Recorder()
+    ours = AdaptiveBatchSize(Constant(), tail="carry")
+    flags = {"reload_dataloaders_every_n_epochs": reload}
+    fit(module, loader(33, 8), callbacks=[ours], epochs=9, root=tmp_path, **flags)
+    assert sum(module.sizes) == ours.samples == 296

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -199,3 +200,25 @@ def test_bounds_without_b0_are_refused(arguments, message):
     """B0 outside of the bounds, or no multiple, is refused with both bounds and the arguments behind them."""
     with pytest.raises(MisconfigurationException, match=re.escape(message)):
         bounds(**arguments)
+
+
+@pytest.mark.parametrize("size", [10**400, 2**62 + 1])
+def test_a_cap_beyond_all_data_is_refused(size):
+    """A number that no ratio of floats can hold is refused when it is given, not in the middle of a run."""
+    with pytest.raises(ValueError, match=r"must be an integer >= 1 and <= 4611686018427387904, math\.inf"):
+        AdaptiveBatchSize(max_batch_size=size)
+
+
+@pytest.mark.parametrize("requires", [None, 5, {1}, {1, "a"}, [["loss"]], "loss"])
+def test_requires_that_are_no_names_are_refused(requires):
+    """What a policy asks for is a set of names."""
+    policy = Constant()
+    object.__setattr__(policy, "requires", requires)
+    with pytest.raises(ValueError, match=r"Constant\.requires=.* must be a frozenset of names"):
+        AdaptiveBatchSize(policy)
+
+
+def test_a_tensor_is_no_size():
+    """What only looks like a number is refused by name."""
+    with pytest.raises(ValueError, match="max_batch_size=tensor"):
+        AdaptiveBatchSize(max_batch_size=torch.tensor([1, 2]))
