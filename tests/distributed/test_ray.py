@@ -101,7 +101,7 @@ def test_example(tmp_path):
     command = [sys.executable, "examples/ray_train.py", "--epochs", "1", "--max-batch-size", "256", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    updates, size = map(int, re.search(r"updates (\d+), batch size (\d+), accuracy 0\.\d+", done.output).groups())
+    updates, size = map(int, re.search(r"updates (\d+), batch size (\d+), accuracy 0\.\d+", done.stdout).groups())
     assert updates < 6000 / 64
     assert 64 < size <= 256
 
