@@ -198,7 +198,7 @@ class Run:
             alone: Ask no other rank, and compute nothing that takes all of them.
         """
         if self.controller is None:
-            return FRESH if self._data.restored is None else self._data.restored.state_dict()
+            return dict(FRESH) if self._data.restored is None else self._data.restored.state_dict()
         controller, meter, gate, unlogged = self.controller, self.meter, self._gate, self._unlogged
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
         whole = not self._in_parts or self._bridge.accumulation.complete

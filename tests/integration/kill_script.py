@@ -133,9 +133,10 @@ def main() -> None:
     draw = random.Random(first_seed)
     (root / "uncut").mkdir()
     assert live(root / "uncut", 1, None) == 0
-    kills, lives, folders = 0, 0, []
+    kills, lives, folders, each = 0, 0, [], []
     while kills < wanted:
         folders.append(f"killed-{len(folders)}")
+        each.append(0)
         folder = root / folders[-1]
         folder.mkdir()
         ended = False
@@ -147,7 +148,8 @@ def main() -> None:
             ended = os.WIFEXITED(status)
             assert not ended or os.WEXITSTATUS(status) == 0
             kills += not ended
-    print(json.dumps({"kills": kills, "lives": lives, "folders": folders}))  # noqa: T201
+            each[-1] += not ended
+    print(json.dumps({"kills": kills, "each": each, "lives": lives, "folders": folders}))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def test_training_survives_kills_at_any_moment(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["kills"] >= KILLS
+    assert max(told["each"]) >= 20  # of one and the same run
 
     uncut = diary(tmp_path / "uncut")
     assert [line[0] for line in uncut] == list(range(1, len(uncut) + 1))
