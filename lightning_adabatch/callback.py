@@ -210,7 +210,7 @@ class AdaptiveBatchSize(pl.Callback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that there are gradients: a step without them is no update."""
-        self._running.had_backward = True
+        self._running.update.had_backward = True
 
     @override
     def on_before_optimizer_step(

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,17 +13,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_adabatch import guards, sinks
+from lightning_adabatch import guards
 from lightning_adabatch.bridge import Bridge, prepare, ranks_of, shards_of
 from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.data import TrainData
 from lightning_adabatch.limits import Decision
+from lightning_adabatch.logbook import Logbook
 from lightning_adabatch.lr import LRFactor, planned_steps
 from lightning_adabatch.meter import Meter
 from lightning_adabatch.policies import Constant, Observation
-from lightning_adabatch.report import PREFIX, Gate, Record
+from lightning_adabatch.report import PREFIX
 from lightning_adabatch.settings import Settings
+from lightning_adabatch.update import Update
 
 _METRIC = PREFIX + "batch_size"
 
@@ -39,30 +39,21 @@ class Run:
 
     Attributes:
         controller: Counts and decisions; None before training starts.
-        meter: Measures the update in hand.
-        had_backward: Whether the batch in hand had a backward pass: a step without one is no update.
+        update: The update in hand.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
         self.controller: Controller | None = None
         self._ranks = ranks_of(trainer)
-        self.meter = Meter(settings.policy.requires, self._ranks.mean if self._ranks.several else None)
-        self.meter.shards = shards_of(trainer)
-        self.had_backward = False
+        self._meter = Meter(settings.policy.requires, self._ranks.mean if self._ranks.several else None)
+        self._meter.shards = shards_of(trainer)
+        self.update = Update(self._meter, getattr(trainer.precision_plugin, "scaler", None), self._say_backward)
         self._trainer = trainer
         self._settings = settings
-        self._stepped: list[int] = []  # optimizers that stepped in the batch in hand
-        self._closed = False  # whether its row in the meter is closed,
-        self._counted = False  # and whether it is counted: what raises in between leaves it half done
-        self._manual = False
         self._said_backward = False
-        self._batch: Any = None  # in hand
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
-        self._gate = Gate(every if trainer.loggers else 0)
-        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self._logbook = Logbook(trainer.loggers, every, self._device_size)
         self._lr = LRFactor([])
-        self._hooks: list[Any] = []
-        self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         self._in_parts = False  # whether updates may have several
@@ -93,20 +84,20 @@ class Run:
             limits,
             self._settings.cadence,
             training_samples=training_samples,
-            observe=self.meter.peek,
+            observe=self._meter.peek,
             notify=rank_zero_warn,
         )
         self._data.controller = self.controller
-        self._manual = not self._trainer.lightning_module.automatic_optimization
+        self.update.manual = not self._trainer.lightning_module.automatic_optimization
         self._lr = LRFactor(self._trainer.optimizers)
         self._guard_schedulers()
-        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._trainer.optimizers]
+        self.update.watch(self._trainer.optimizers)
         self._notice_planned_schedulers()
         if restored is None:
             self._apply(self.controller.start(self._base_rate))
         else:
             self._go_on(self.controller, restored)
-        sinks.lay_out(self._trainer.loggers)
+        self._logbook.begin()
         return self.controller
 
     @property
@@ -124,36 +115,26 @@ class Run:
 
     def end_epoch(self) -> None:
         """Log the epoch's last update, whatever ended the epoch."""
-        if self.controller is not None and self._unlogged is not None and self._gate.open:
-            self._gate.note(self._unlogged[1])
-            self._write(self.controller, *self._unlogged)
+        if self.controller is not None:
+            self._logbook.end_epoch(self.controller)
 
     def begin_batch(self, batch: Any = None) -> None:
         """Forget what a batch that never reached its end left behind."""
-        self._batch = batch
+        self.update.batch = batch
         if not self._in_parts or self._bridge.accumulation.first:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.meter.open()
-        self.had_backward = False
-        self._stepped = []
-        self._closed = self._counted = False
+            self.update.begin()
 
     def take_loss(self, loss: Tensor) -> None:
-        """Measure the loss, without what a gradient scaler multiplied it by; of a part its share."""
+        """Measure the loss, of a part its share."""
         part = 1
         if self._in_parts:
             self._bridge.accumulation.weigh(loss)
             part = self._bridge.slot.live.plan.part
-        scaler = self._scaler
-        self.meter.loss(loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss)), part)
+        self.update.take_loss(loss, part)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
-        if self.meter.measures_norm:
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.meter.gradients(grads, id(optimizer))
+        self.update.take_gradients(optimizer)
         self._lr.refresh()
 
     def end_batch(self, batch: Any, batch_idx: int) -> None:
@@ -165,23 +146,20 @@ class Run:
             return
         used = controller.decision
         trained = self._data.trained(batch, batch_idx)
-        updated = bool(self._stepped)
+        updated = bool(self.update.stepped)
         if updated:
-            self.meter.close(trained, self._stepped)
-            self._closed = True
-            if self._manual and not self.had_backward:
-                self._say_backward()
+            self.update.close(trained)
         decision = controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
-        self._counted = True
+        self.update.counted = True
         if updated and controller.cadence.due(controller.updates):
-            self.meter.clear()
+            self._meter.clear()
         self._apply(decision)
         self._bridge.end_batch(batch_idx)
         # Lightning ends a batch that is None without having begun it.
-        self._batch = None
-        self._forget()
+        self.update.end()
         if updated:
-            self._report(controller, used, trained)
+            self._bridge.publish(_METRIC, trained)
+            self._logbook.end_update(controller, used, trained)
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -199,23 +177,21 @@ class Run:
         """
         if self.controller is None:
             return dict(FRESH) if self._data.restored is None else self._data.restored.state_dict()
-        controller, meter, gate, unlogged = self.controller, self.meter, self._gate, self._unlogged
+        controller, meter, update = self.controller, self._meter, self.update
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
         whole = not self._in_parts or self._bridge.accumulation.complete
-        settled = whole and (bool(self._stepped) or self._bridge.resume.batch_processed)
-        updated, trained = bool(self._stepped), 0
+        settled = whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
+        updated, trained, used = bool(update.stepped), 0, controller.decision
         if settled:
-            trained = self._data.trained(self._batch, self._bridge.resume.ended)
-            meter, gate, used = meter.copy(alone=alone), copy.copy(gate), controller.decision
+            trained = self._data.trained(update.batch, self._bridge.resume.ended)
+            meter = meter.copy(alone=alone)
             controller = controller.copy(meter.peek)
-            if updated and not self._closed:
-                meter.close(trained, self._stepped)
-            if not self._counted:
+            if updated and not update.closed:
+                meter.close(trained, update.stepped)
+            if not update.counted:
                 controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
-            if updated:
-                unlogged = None if gate.admits(controller.updates, trained) else (used, trained)
-                if controller.cadence.due(controller.updates):
-                    meter.clear()
+            if updated and controller.cadence.due(controller.updates):
+                meter.clear()
         metrics = self._bridge.resume.metrics(alone=alone and self._ranks.several)
         if settled and updated:
             metrics[_METRIC] = torch.tensor(float(trained))
@@ -224,7 +200,7 @@ class Run:
         snapshot = Snapshot(
             rule=controller.state_dict(),
             rows=[[row.loss, row.grad_norm_sq, row.batch_size] for row in meter.peek(alone=alone)],
-            logged={"size": gate.logged_size, "last": unlogged and [*astuple(unlogged[0]), unlogged[1]]},
+            logged=self._logbook.state_after(controller.updates if settled and updated else None, used, trained),
             place=place,
             metrics=metrics,
             ranks=self._ranks.count,
@@ -248,10 +224,8 @@ class Run:
     def _go_on(self, controller: Controller, restored: Snapshot) -> None:
         """Stand where the run of the checkpoint stood."""
         controller.load_state_dict(restored.rule)
-        self.meter.put_back([Observation(*row) for row in restored.rows])
-        last = restored.logged["last"]
-        self._gate.logged_size = restored.logged["size"]
-        self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1])
+        self._meter.put_back([Observation(*row) for row in restored.rows])
+        self._logbook.go_on(restored.logged)
         self._apply(controller.decision)
         end = self._data.find_place(restored)
         own = restored.of_rank(self._ranks.rank)
@@ -282,22 +256,15 @@ class Run:
 
     def give_back(self) -> None:
         """Undo every change to the user's objects; safe to call twice."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        self.update.release()
         self._lr.release()
         self._bridge.give_back()
 
     # Optimizers -------------------------------------------------------------------------------------
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        del args, kwargs
-        # With automatic optimization a step without a backward pass is none: training_step returned None.
-        if (self.had_backward or self._manual) and id(optimizer) not in self._stepped:
-            self._stepped.append(id(optimizer))
-
     def _say_backward(self) -> None:
         """Say once that a backward pass went past Lightning, and with it the loss."""
-        if self.meter.measures_loss and not self._said_backward:
+        if not self._said_backward:
             self._said_backward = True
             rank_zero_warn(
                 f"AdaptiveBatchSize: an optimizer stepped and no loss was seen, "
@@ -334,36 +301,10 @@ class Run:
         if decision.lr_factor != self._lr.factor:
             self._lr.set(decision.lr_factor)
 
-    # Report -----------------------------------------------------------------------------------------
-
-    def _report(self, controller: Controller, used: Decision, trained: int) -> None:
-        self._bridge.publish(_METRIC, trained)
-        if self._gate.admits(controller.updates, trained):
-            self._write(controller, used, trained)
-        else:
-            self._unlogged = used, trained
-
-    def _write(self, controller: Controller, used: Decision, trained: int) -> None:
-        self._unlogged = None
-        latest = controller.latest
-        observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
+    def _device_size(self, trained: int) -> int:
+        """Return the samples of one pass on one rank, of an update's over all ranks."""
         device = trained // self._ranks.count
-        if self._in_parts:
-            device = -(-device // self._bridge.slot.live.plan.parts(device))
-        estimates = {**observed, **controller.policy.estimates(controller.state)}
-        record = Record(
-            batch_size=trained,
-            updates=controller.updates,
-            samples=controller.samples,
-            epochs=controller.epochs,
-            lr_factor=used.lr_factor,
-            damping=used.damping,
-            device_batch_size=device if device < trained else None,
-            loss=estimates.get("loss"),
-            grad_norm_sq=estimates.get("grad_norm_sq"),
-            skipped=controller.skipped or None,
-        )
-        sinks.write(self._trainer.loggers, record)
+        return -(-device // self._bridge.slot.live.plan.parts(device)) if self._in_parts else device
 
 
 def _all_equal(states: Sequence[Any]) -> bool:

@@ -32,16 +32,18 @@ LAYERS: dict[str, set[str]] = {
     "guards": set(),
     "bridge": {"generators", "loader", "ranks", "sinks", "validation"},
     "data": {"bridge", "checkpoint", "controller", "guards", "loader", "ranks", "settings"},
+    "logbook": {"controller", "limits", "report", "sinks"},
+    "update": {"meter"},
     "run": {
-        *("bridge", "checkpoint", "controller", "data", "guards", "limits", "lr", "meter", "policies"),
-        *("report", "settings", "sinks"),
+        *("bridge", "checkpoint", "controller", "data", "guards", "limits", "logbook", "lr", "meter", "policies"),
+        *("report", "settings", "update"),
     },
     "callback": {"checkpoint", "controller", "guards", "policies", "run", "settings"},
     "__init__": {"callback", "policies"},
 }
 
 PURE = {"policies", "limits", "controller", "report", "validation", "checkpoint"}
-TORCH_ONLY = {"loader", "meter", "lr", "generators", "ranks"}
+TORCH_ONLY = {"loader", "meter", "lr", "generators", "ranks", "update"}
 POLICIES_MAY_IMPORT = {"__future__", "abc", "collections", "dataclasses", "math", "typing", "typing_extensions"}
 
 FILES = sorted(ROOT.rglob("*.py"))

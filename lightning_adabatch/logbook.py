@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loggers are told, and when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from lightning_adabatch import sinks
+from lightning_adabatch.controller import Controller
+from lightning_adabatch.limits import Decision
+from lightning_adabatch.report import Gate, Record
+
+
+class Logbook:
+    """Writes the records of updates that are worth it, and each epoch's last one.
+
+    Args:
+        loggers: The Trainer's.
+        every: The interval in updates.
+        device_size: Returns the samples of one pass on one rank, for the samples of an update over all ranks.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], every: int, device_size: Callable[[int], int]) -> None:
+        self._loggers = loggers
+        self._gate = Gate(every if loggers else 0)
+        self._device_size = device_size
+        self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
+
+    def begin(self) -> None:
+        """Prepare the loggers."""
+        sinks.lay_out(self._loggers)
+
+    def end_update(self, controller: Controller, used: Decision, trained: int) -> None:
+        """Write the record of an update if it is time."""
+        if self._gate.admits(controller.updates, trained):
+            self._write(controller, used, trained)
+        else:
+            self._unlogged = used, trained
+
+    def end_epoch(self, controller: Controller) -> None:
+        """Write the epoch's last record, whatever ended the epoch."""
+        if self._unlogged is not None and self._gate.open:
+            self._gate.note(self._unlogged[1])
+            self._write(controller, *self._unlogged)
+
+    def state_after(self, updates: int | None, used: Decision, trained: int) -> dict[str, Any]:
+        """Return its state as it will be once the update in hand has ended, or as it is.
+
+        Args:
+            updates: The count of the update in hand; None for its state as it is.
+            used: The decision that the update used.
+            trained: Its samples.
+        """
+        gate, unlogged = copy.copy(self._gate), self._unlogged
+        if updates is not None:
+            unlogged = None if gate.admits(updates, trained) else (used, trained)
+        return {"size": gate.logged_size, "last": unlogged and [*astuple(unlogged[0]), unlogged[1]]}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of the process before."""
+        last = state["last"]
+        self._gate.logged_size = state["size"]
+        self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1])
+
+    def _write(self, controller: Controller, used: Decision, trained: int) -> None:
+        self._unlogged = None
+        latest = controller.latest
+        observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
+        device = self._device_size(trained)
+        estimates = {**observed, **controller.policy.estimates(controller.state)}
+        record = Record(
+            batch_size=trained,
+            updates=controller.updates,
+            samples=controller.samples,
+            epochs=controller.epochs,
+            lr_factor=used.lr_factor,
+            damping=used.damping,
+            device_batch_size=device if device < trained else None,
+            loss=estimates.get("loss"),
+            grad_norm_sq=estimates.get("grad_norm_sq"),
+            skipped=controller.skipped or None,
+        )
+        sinks.write(self._loggers, record)
