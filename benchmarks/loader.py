@@ -122,7 +122,7 @@ def memory(data: Images) -> tuple[float, str]:
     batches: Any = iter(ours)
     held = []
     for size, _ in zip(itertools.chain([SIZE] * 3, itertools.count(SIZE)), batches, strict=False):
-        rest = batches._stream._rest  # the one block that is kept
+        rest = next(iter(batches.supply.stream._pieces), None)  # the one block that is kept
         held.append(0 if rest is None else rest.length)
         ours.resize(size + 1)
     ours.close()

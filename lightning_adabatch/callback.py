@@ -188,7 +188,8 @@ class AdaptiveBatchSize(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the set-up, and decide for the first update."""
         guards.check_module(trainer, pl_module)
-        self._controller = self._running.start()
+        self._running.start()
+        self._controller = self._running.controller
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -200,7 +201,8 @@ class AdaptiveBatchSize(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Open a row of measurements."""
-        self._running.begin_batch(batch)
+        self._running.begin_batch(batch, batch_idx)
+        self._controller = self._running.controller
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

@@ -39,7 +39,7 @@ class Controller:
         policy: The rule.
         limits: The bounds of the run.
         cadence: When decisions are made.
-        training_samples: Samples of the training set, for ``epochs``.
+        training_samples: Samples of the training set, for ``epochs``; None where nobody knows.
         observe: Returns the observations since the last decision, oldest first. Called once per decision: it
             may copy from a device.
         notify: Takes what the user should be told; called once per kind of message.
@@ -59,7 +59,7 @@ class Controller:
         limits: Limits,
         cadence: Cadence,
         *,
-        training_samples: int,
+        training_samples: int | None,
         observe: Callable[[], Sequence[Observation]],
         notify: Callable[[str], None],
     ) -> None:
@@ -79,8 +79,8 @@ class Controller:
 
     @property
     def epochs(self) -> float:
-        """Samples processed, divided by the number of training samples."""
-        return self.samples / self.training_samples
+        """Samples processed, divided by the number of training samples; NaN where nobody knows that."""
+        return self.samples / self.training_samples if self.training_samples else math.nan
 
     def start(self, learning_rate: Callable[[], float]) -> Decision:
         """Decide for the first update; nothing has been observed."""
@@ -111,7 +111,7 @@ class Controller:
             raise
         return self.decision
 
-    def move_to(self, limits: Limits, training_samples: int) -> None:
+    def move_to(self, limits: Limits, training_samples: int | None) -> None:
         """Go on with other data: the decision in force is bounded anew."""
         self.limits = limits
         self.training_samples = training_samples

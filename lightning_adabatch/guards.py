@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +17,13 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_adabatch.loader import ElasticLoader, iteration_of_its_own, plain_batch_sampler, settable_batch_size
+from lightning_adabatch.settings import Settings
 
 _NAME = "AdaptiveBatchSize"
+_OR_LR = "or leave the batch size alone with adapt='lr'"
 
 _SUPPORTED_STRATEGIES = (DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 _REFUSED_STRATEGIES = (DeepSpeedStrategy, XLAStrategy)  # which are kinds of DDPStrategy by inheritance
@@ -105,90 +110,125 @@ def check_parts(trainer: pl.Trainer) -> None:
         )
 
 
-def check_fixed_updates(trainer: pl.Trainer) -> None:
-    """Refuse micro-batches with ``adapt="lr"``.
-
-    Raises:
-        MisconfigurationException: For a set-up that is not supported.
-    """
-    if trainer.accumulate_grad_batches != 1:
-        raise refuse(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with adapt='lr' yet",
-            "set accumulate_grad_batches=1 and a larger batch_size in the DataLoader",
-        )
-
-
-def check_loader(loader: Any) -> None:
+def check_loader(loader: Any, settings: Settings, ranks: int) -> None:
     """Refuse a train loader whose batch size cannot be changed exactly.
 
     Raises:
         MisconfigurationException: For a set-up that is not supported.
     """
-    _check_is_data_loader(loader)
-    _check_iterates_plainly(loader)
-    if isinstance(loader.dataset, IterableDataset):
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
         raise refuse(
-            f"the iterable data set {type(loader.dataset).__name__} yet",
-            "use a map-style data set",
+            f"the train loader {name}: it cannot change the batch size of it",
+            f"pass a torch.utils.data.DataLoader, {_OR_LR}",
         )
-    _check_samplers(loader)
+    method = iteration_of_its_own(loader)
+    if method is not None:
+        raise refuse(
+            f"{name}, which overrides {method}: it cannot change the batch size of it",
+            f"use a plain DataLoader, {_OR_LR}",
+        )
+    if loader.batch_sampler is None:
+        raise refuse(
+            "DataLoader(batch_size=None): it cannot change the batch size of it",
+            f"set a batch_size in the DataLoader, and let the data set give single samples, {_OR_LR}",
+        )
     if not getattr(loader, "in_order", True):
         raise refuse(
             "DataLoader(in_order=False), with which batches depend on timing",
             "remove in_order=False from the DataLoader",
         )
+    if isinstance(loader.dataset, IterableDataset):
+        if settings.tail == "carry":
+            raise refuse(
+                f"tail='carry' with the iterable data set {type(loader.dataset).__name__}, whose samples cannot be "
+                "fetched a second time",
+                "set tail='keep' or tail='drop'",
+            )
+    elif not plain_batch_sampler(loader.batch_sampler):
+        _check_groups(loader.batch_sampler, settings, ranks)
 
 
-def check_fixed_loader(loader: Any) -> None:
-    """Refuse a train loader of which not even the batch size is known, for ``adapt="lr"``.
+def _check_groups(batch_sampler: Any, settings: Settings, ranks: int) -> None:
+    name = type(batch_sampler).__name__
+    if not settable_batch_size(batch_sampler):
+        raise refuse(
+            f"the batch sampler {name}, which has no integer batch_size that can be set: it cannot change the batch "
+            "size of it",
+            "give it an attribute batch_size that its __iter__ reads, pass sampler=... and batch_size=... to the "
+            f"DataLoader instead of batch_sampler=..., {_OR_LR}",
+        )
+    if ranks > 1:
+        raise refuse(
+            f"the batch sampler {name} on {ranks} ranks: only it knows how many batches of which size each rank has",
+            "pass sampler=... and batch_size=... to the DataLoader instead of batch_sampler, or train on one device",
+        )
+    if settings.tail is not None:
+        raise refuse(
+            f"tail={settings.tail!r} with the batch sampler {name}, which says itself what becomes of the rest",
+            "remove tail",
+        )
+
+
+def check_together(
+    loaders: Sequence[ElasticLoader], mode: str, settings: Settings, *, accumulate: int, share: bool
+) -> None:
+    """Refuse several train loaders that cannot go together.
+
+    Args:
+        loaders: The first one's size is the batch size.
+        mode: Of the ``CombinedLoader``.
+        settings: The callback's arguments.
+        accumulate: ``Trainer(accumulate_grad_batches=...)``.
+        share: Whether the Trainer limits the epoch to a share of the data, or overfits.
 
     Raises:
         MisconfigurationException: For a set-up that is not supported.
     """
-    _check_is_data_loader(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        raise refuse(f"the iterable data set {type(loader.dataset).__name__} yet", "use a map-style data set")
-    _check_samplers(loader)
-
-
-def _check_is_data_loader(loader: Any) -> None:
-    if not isinstance(loader, DataLoader):
+    if len(loaders) == 1:
+        return
+    if mode == "sequential":
         raise refuse(
-            f"the train loader {type(loader).__name__}: it cannot change the batch size of it",
-            "pass a torch.utils.data.DataLoader",
+            'CombinedLoader(mode="sequential") for training', "use the mode min_size, max_size_cycle or max_size"
+        )
+    for loader in loaders:
+        if loader.available() is None:
+            raise refuse(
+                f"{type(loader.dataset).__name__} with a length that nobody knows, beside other train loaders",
+                "train on map-style data sets with samplers that have a length",
+            )
+    if settings.max_device_batch_size is not None or accumulate > 1:
+        raise refuse(
+            "several train loaders with micro-batches",
+            "set neither max_device_batch_size nor accumulate_grad_batches",
+        )
+    if share:
+        raise refuse(
+            "several train loaders with overfit_batches or a fraction for limit_train_batches",
+            "limit the epoch by a number of batches, such as limit_train_batches=100",
+        )
+    if mode == "max_size" and loaders[0].fresh_length < max(loader.fresh_length for loader in loaders):
+        raise refuse(
+            'CombinedLoader(mode="max_size") whose first loader ends before another: its size is the batch size',
+            "put the loader with the most batches first",
         )
 
 
-def own_iteration(loader: Any) -> str | None:
-    """Return the method by which a DataLoader's subclass iterates in a way of its own, or None."""
-    for method in ("__iter__", "_get_iterator"):
-        if getattr(type(loader), method) is not getattr(DataLoader, method):
-            return method
-    return None
+def check_length(settings: Settings, samples: int | None) -> None:
+    """Refuse what needs a length that the training data does not have.
 
-
-def _check_iterates_plainly(loader: DataLoader[Any]) -> None:
-    method = own_iteration(loader)
-    if method is not None:
-        name = type(loader).__name__
-        raise refuse(f"{name}, which overrides {method}: its batches are its own", "use a plain DataLoader")
-
-
-def plain_batch_sampler(batch_sampler: Any) -> bool:
-    """Whether a batch sampler only groups its sampler's indices: then it counts as its sampler."""
-    return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__
-
-
-def _check_samplers(loader: DataLoader[Any]) -> None:
-    batch_sampler: Any = loader.batch_sampler
-    if batch_sampler is None:
-        raise refuse("DataLoader(batch_size=None)", "set a batch_size in the DataLoader")
-    if not plain_batch_sampler(batch_sampler):
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    if samples is not None:
+        return
+    if settings.adapt == "batch_size" and settings.max_batch_size is None:
         raise refuse(
-            f"the batch sampler {type(batch_sampler).__name__} yet",
-            "pass sampler=... and batch_size=... to the DataLoader instead of batch_sampler=...",
+            "training data without a length and max_batch_size=None",
+            "set max_batch_size, or give the data set a __len__",
         )
-    if not hasattr(batch_sampler.sampler, "__len__"):
+    if settings.policy.uses_epochs:
         raise refuse(
-            f"the sampler {type(batch_sampler.sampler).__name__}, which has no length, yet", "give it a __len__"
+            f"training data without a length with {settings.policy!r}, which counts in epochs",
+            "count in updates or samples, or give the data set a __len__",
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -77,7 +78,7 @@ class Logbook:
             batch_size=trained,
             updates=controller.updates,
             samples=controller.samples,
-            epochs=controller.epochs,
+            epochs=None if math.isnan(controller.epochs) else controller.epochs,
             lr_factor=used.lr_factor,
             damping=used.damping,
             device_batch_size=device if device < trained else None,

@@ -40,6 +40,7 @@ class Meter:
         self._before: list[Observation] = []  # of an unfinished window of the process that was cut
         self._loss: Tensor | None = None  # of the row that is open
         self._parts = 0  # whose losses are in it
+        self._weight = 0  # samples by which these were weighed
         self._norms: dict[int, Tensor] = {}  # by optimizer
         self._scalars: list[Tensor] = []  # of the closed rows, loss before norm, or stacks of them
         self._sizes: list[int] = []  # samples of the closed rows
@@ -47,29 +48,37 @@ class Meter:
     def open(self) -> None:
         """Begin the row of the next update, forgetting what an update that never came left behind."""
         self._loss = None
-        self._parts = 0
+        self._parts = self._weight = 0
         self._norms.clear()
 
-    def loss(self, loss: Tensor, part: int = 1) -> None:
+    def loss(self, loss: Tensor, part: int = 1, samples: int = 0) -> None:
         """Take the loss of the update, or its share of one of its parts, a scalar.
 
-        The first one of each part counts: LBFGS evaluates several.
+        The first one of each part counts: LBFGS evaluates several. Where ``samples`` are given for each part, its
+        loss is their mean, and not a share.
         """
         if self.measures_loss and part > self._parts:
             self._parts = part
+            self._weight += samples
             # A copy: a captured graph writes the next loss into the same memory.
-            share = loss.detach().clone().reshape(1)
+            share = loss.detach().reshape(1)
+            share = share * samples if samples else share.clone()
             self._loss = share if self._loss is None else self._loss + share
 
-    def gradients(self, gradients: list[Tensor], optimizer: int = 0) -> None:
-        """Take an optimizer's gradients, unscaled and before clipping; the first call for it in a row counts."""
+    def gradients(self, gradients: list[Tensor], optimizer: int = 0, scale: float = 1.0) -> None:
+        """Take an optimizer's gradients, unscaled and before clipping; the first call for it in a row counts.
+
+        ``scale`` makes the mean over the update's samples of them.
+        """
         if self.measures_norm and optimizer not in self._norms:
-            self._norms[optimizer] = grad_norm(gradients, self.shards).reshape(1)
+            norm = grad_norm(gradients, self.shards).reshape(1)
+            self._norms[optimizer] = norm if scale == 1.0 else norm * scale
 
     def close(self, batch_size: int, stepped: Sequence[int] = (0,)) -> None:
         """End the row of an update over ``batch_size`` samples, by the optimizers that stepped."""
         if self.measures_loss:
-            self._scalars.append(_MISSING if self._loss is None else self._loss)
+            loss = _MISSING if self._loss is None else self._loss
+            self._scalars.append(loss / self._weight if self._weight else loss)
         if self.measures_norm:
             self._scalars.append(self._norm(stepped))
         self._sizes.append(batch_size)

@@ -19,7 +19,7 @@ class Record:
         batch_size: Samples that the update really had.
         updates: Model updates so far, this one included: the x axis.
         samples: Training samples so far.
-        epochs: Samples divided by the number of training samples.
+        epochs: Samples divided by the number of training samples, or None where nobody knows that.
         lr_factor: What multiplied the learning rate in this update.
         damping: What the policy had asked for, before rounding and caps.
         device_batch_size: Samples on one rank, or None where that is all of them.
@@ -31,7 +31,7 @@ class Record:
     batch_size: int
     updates: int
     samples: int
-    epochs: float
+    epochs: float | None
     lr_factor: float
     damping: float
     device_batch_size: int | None = None

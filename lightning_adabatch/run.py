@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -57,28 +58,43 @@ class Run:
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         self._in_parts = False  # whether updates may have several
+        # Whether Lightning makes updates of several batches, since the loader is left alone.
+        self._in_windows = settings.adapt == "lr" and trainer.accumulate_grad_batches > 1
 
-    def start(self) -> Controller:
+    def start(self) -> None:
         """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
 
         Raises:
             MisconfigurationException: For a loader that is not supported, or bounds that do not hold B0.
         """
         initial, training_samples, epoch_samples = self._data.look()
-        restored = self._data.restored
+        restored = self._data.places.restored
         if restored is not None:
             initial = restored.rule["initial_batch_size"]
-        limits = self._settings.limits(
-            initial, training_samples, epoch_samples, self._ranks.count, resumed=restored is not None
-        )
+        self._take_hold()
+        if initial is not None:
+            self._begin(initial, training_samples, epoch_samples)
+
+    def _take_hold(self) -> None:
+        """Take hold of micro-batches, optimizers and schedulers."""
         self._in_parts = self._settings.adapt == "batch_size" and (
             self._trainer.accumulate_grad_batches > 1 or self._settings.max_device_batch_size is not None
         )
-        if self._settings.adapt == "lr":
-            guards.check_fixed_updates(self._trainer)
         if self._in_parts:
             guards.check_parts(self._trainer)
             self._bridge.accumulate()
+        self.update.manual = not self._trainer.lightning_module.automatic_optimization
+        self._lr = LRFactor(self._trainer.optimizers)
+        self._guard_schedulers()
+        self.update.watch(self._trainer.optimizers)
+        self._notice_planned_schedulers()
+
+    def _begin(self, initial: int, training_samples: int | None, epoch_samples: float) -> None:
+        """Decide for the first update, or go on where the run of a checkpoint stood."""
+        restored = self._data.places.restored
+        limits = self._settings.limits(
+            initial, training_samples, epoch_samples, self._ranks.count, resumed=restored is not None
+        )
         self.controller = Controller(
             self._settings.policy,
             limits,
@@ -88,17 +104,11 @@ class Run:
             notify=rank_zero_warn,
         )
         self._data.controller = self.controller
-        self.update.manual = not self._trainer.lightning_module.automatic_optimization
-        self._lr = LRFactor(self._trainer.optimizers)
-        self._guard_schedulers()
-        self.update.watch(self._trainer.optimizers)
-        self._notice_planned_schedulers()
         if restored is None:
             self._apply(self.controller.start(self._base_rate))
         else:
             self._go_on(self.controller, restored)
         self._logbook.begin()
-        return self.controller
 
     @property
     def several_ranks(self) -> bool:
@@ -118,34 +128,46 @@ class Run:
         if self.controller is not None:
             self._logbook.end_epoch(self.controller)
 
-    def begin_batch(self, batch: Any = None) -> None:
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Forget what a batch that never reached its end left behind."""
+        if self.controller is None:  # only the first batch says how large one is
+            samples = self._data.fixed.samples
+            first = self._data.trained(batch, batch_idx) * self._trainer.accumulate_grad_batches
+            self._begin(first, samples and samples * self._ranks.count, math.inf)
         self.update.batch = batch
-        if not self._in_parts or self._bridge.accumulation.first:
+        windows = self._bridge.windows
+        first = windows.complete if self._in_windows else not self._in_parts or self._bridge.accumulation.first
+        if first:
             self.update.begin()
+        if self._in_windows:
+            windows.begin_batch(self._data.trained(batch, batch_idx))
 
     def take_loss(self, loss: Tensor) -> None:
         """Measure the loss, of a part its share."""
-        part = 1
-        if self._in_parts:
+        part, samples = 1, 0
+        if self._in_windows:
+            windows = self._bridge.windows
+            part, samples = windows.batches, windows.batch_samples
+            loss = loss.detach() * self._trainer.accumulate_grad_batches  # by which Lightning has divided it
+        elif self._in_parts:
             self._bridge.accumulation.weigh(loss)
             part = self._bridge.slot.live.plan.part
-        self.update.take_loss(loss, part)
+        self.update.take_loss(loss, part, samples)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
-        self.update.take_gradients(optimizer)
+        self.update.take_gradients(optimizer, self._bridge.windows.scale if self._in_windows else 1.0)
         self._lr.refresh()
 
     def end_batch(self, batch: Any, batch_idx: int) -> None:
         """Count the batch, decide, apply the decision, and report."""
         controller = self.controller
         assert controller is not None  # for the type checker: start() came before
-        if self._in_parts and not self._bridge.accumulation.complete:
+        if not self._whole:
             self._bridge.end_batch(batch_idx)
             return
         used = controller.decision
-        trained = self._data.trained(batch, batch_idx)
+        trained = self._trained(batch, batch_idx)
         updated = bool(self.update.stepped)
         if updated:
             self.update.close(trained)
@@ -161,11 +183,20 @@ class Run:
             self._bridge.publish(_METRIC, trained)
             self._logbook.end_update(controller, used, trained)
 
+    @property
+    def _whole(self) -> bool:
+        """Whether the batch in hand is the last one of its update."""
+        return self._bridge.windows.complete and (not self._in_parts or self._bridge.accumulation.complete)
+
+    def _trained(self, batch: Any, batch_idx: int) -> int:
+        """Return the samples of the update in hand, over all ranks."""
+        return self._bridge.windows.samples if self._in_windows else self._data.trained(batch, batch_idx)
+
     # Checkpoints ------------------------------------------------------------------------------------
 
     def resume_from(self, snapshot: Snapshot | None, checkpoint: dict[str, Any]) -> None:
         """Have the run go on from a checkpoint, if the run in it had begun."""
-        self._data.restored = snapshot
+        self._data.places.restored = snapshot
         if snapshot is not None:
             prepare(checkpoint, snapshot.place)
 
@@ -176,14 +207,13 @@ class Run:
             alone: Ask no other rank, and compute nothing that takes all of them.
         """
         if self.controller is None:
-            return dict(FRESH) if self._data.restored is None else self._data.restored.state_dict()
+            return dict(FRESH) if self._data.places.restored is None else self._data.places.restored.state_dict()
         controller, meter, update = self.controller, self._meter, self.update
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
-        whole = not self._in_parts or self._bridge.accumulation.complete
-        settled = whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
+        settled = self._whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
         updated, trained, used = bool(update.stepped), 0, controller.decision
         if settled:
-            trained = self._data.trained(update.batch, self._bridge.resume.ended)
+            trained = self._trained(update.batch, self._bridge.resume.ended)
             meter = meter.copy(alone=alone)
             controller = controller.copy(meter.peek)
             if updated and not update.closed:
@@ -227,7 +257,7 @@ class Run:
         self._meter.put_back([Observation(*row) for row in restored.rows])
         self._logbook.go_on(restored.logged)
         self._apply(controller.decision)
-        end = self._data.find_place(restored)
+        end = self._data.places.find(restored)
         own = restored.of_rank(self._ranks.rank)
         self._bridge.resume.go_on(dict(restored.place), own, restored.metrics, end)
         if restored.inside_step:
@@ -235,7 +265,7 @@ class Run:
                 f"AdaptiveBatchSize: the checkpoint was written inside a step; training goes on after update "
                 f"{controller.updates}, the last one that was complete."
             )
-        self._data.restored = None
+        self._data.places.restored = None
 
     def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
@@ -250,7 +280,7 @@ class Run:
 
     def end(self) -> None:
         """Leave the generators as the run of the checkpoint did, if there was nothing left to train."""
-        restored = self._data.restored
+        restored = self._data.places.restored
         if restored is not None:
             self._bridge.resume.restore(restored.of_rank(self._ranks.rank))
 

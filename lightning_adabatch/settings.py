@@ -70,8 +70,8 @@ class Settings:
     def limits(
         self,
         initial_batch_size: int,
-        training_samples: int,
-        epoch_samples: int,
+        training_samples: int | None,
+        epoch_samples: float,
         ranks: int = 1,
         *,
         resumed: bool = False,
@@ -80,8 +80,8 @@ class Settings:
 
         Args:
             initial_batch_size: The run's first.
-            training_samples: Of the training set.
-            epoch_samples: Of one epoch.
+            training_samples: Of the training set; None where nobody knows.
+            epoch_samples: Of one epoch; ``math.inf`` where nobody knows.
             ranks: Each has the same share of every batch.
             resumed: The run goes on: its first size was checked when it began, maybe on other ranks.
 
@@ -98,7 +98,7 @@ class Settings:
                 f"multiple_of={self.multiple_of}{of_ranks}. "
                 f"Set batch_size={round_up(initial, multiple) // ranks} in the DataLoader, or another multiple_of."
             )
-        given = max(initial, training_samples) if self.max_batch_size is None else self.max_batch_size
+        given = max(initial, training_samples or 0) if self.max_batch_size is None else self.max_batch_size
         cap = given if given == math.inf else round_down(given, multiple)
         floor = round_up(self.min_batch_size, multiple)
         if cap < multiple or floor > cap or not (floor <= initial <= cap or resumed):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -34,13 +35,14 @@ def lay_out(loggers: Sequence[Logger]) -> None:
                 add(_LAYOUT)
 
 
-def show_total(bar: Any, batches: int) -> None:
-    """Tell the training bar how many batches the epoch has now."""
+def show_total(bar: Any, batches: float) -> None:
+    """Tell the training bar how many batches the epoch has now; ``math.inf`` where nobody knows."""
+    total = None if batches == math.inf else batches
     if bar is None or not bar.is_enabled:
         return
     if isinstance(bar, RichProgressBar):
         if bar.progress is not None and bar.train_progress_bar_id is not None:
-            bar.progress.update(bar.train_progress_bar_id, total=batches)
+            bar.progress.update(bar.train_progress_bar_id, total=total)
     elif isinstance(bar, TQDMProgressBar):
         with suppress(TypeError):  # the bar is not there yet: it will ask for the total itself
-            bar.train_progress_bar.total = batches
+            bar.train_progress_bar.total = total

@@ -51,16 +51,17 @@ class Update:
         self.stepped: list[int] = []
         self.closed = self.counted = False
 
-    def take_loss(self, loss: Tensor, part: int) -> None:
-        """Measure the loss, of a part its share, without what a gradient scaler multiplied it by."""
+    def take_loss(self, loss: Tensor, part: int, samples: int = 0) -> None:
+        """Measure the loss, of a part its share or the mean over its samples, without a gradient scaler's factor."""
         scaler = self._scaler
-        self.meter.loss(loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss)), part)
+        unscaled = loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss))
+        self.meter.loss(unscaled, part, samples)
 
-    def take_gradients(self, optimizer: Optimizer) -> None:
-        """Measure the gradients that an optimizer is about to step with."""
+    def take_gradients(self, optimizer: Optimizer, scale: float = 1.0) -> None:
+        """Measure the gradients that an optimizer is about to step with, times ``scale``."""
         if self.meter.measures_norm:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.meter.gradients(grads, id(optimizer))
+            self.meter.gradients(grads, id(optimizer), scale)
 
     def close(self, trained: int) -> None:
         """End its row: it was an update over ``trained`` samples."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_adabatch import AdaptiveBatchSize, Observation, Policy, Progress, RadaDamp
 
@@ -29,6 +29,30 @@ class Indexed(Dataset):
         return self.x[index], self.y[index], index
 
 
+class Streamed(IterableDataset):
+    """The samples of :class:`Indexed` as a stream, shared out to the workers."""
+
+    def __init__(self, samples: int) -> None:
+        self.indexed = Indexed(samples)
+
+    def __iter__(self):
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(start, len(self.indexed), step):
+            yield self.indexed[index]
+
+
+class Stated(Streamed):
+    """A stream that says how long it is, rightly or not."""
+
+    def __init__(self, samples: int, stated: int) -> None:
+        super().__init__(samples)
+        self.stated = stated
+
+    def __len__(self) -> int:
+        return self.stated
+
+
 def loader(samples: int, batch_size: int, **kwargs: Any) -> DataLoader:
     """Return an ordinary DataLoader over :class:`Indexed`."""
     return DataLoader(Indexed(samples), batch_size, **kwargs)
@@ -41,7 +65,7 @@ class Batch:
     epoch: int
     indices: list[int]
     lr: float
-    planned: int  # trainer.num_training_batches
+    planned: float  # trainer.num_training_batches
     last: bool  # trainer.is_last_batch
 
     @property
@@ -69,7 +93,7 @@ class Recorder(pl.LightningModule):
         x, y, index = batch
         trainer = self.trainer
         rate = float(trainer.optimizers[0].param_groups[0]["lr"])
-        planned, last = int(trainer.num_training_batches), trainer.is_last_batch
+        planned, last = trainer.num_training_batches, trainer.is_last_batch
         self.batches.append(Batch(trainer.current_epoch, index.tolist(), rate, planned, last))
         return self.loss(x, y)
 

@@ -62,7 +62,7 @@ class Step(NamedTuple):
     indices: tuple[int, ...]
     lr: float
     loss: float
-    progress: tuple[int, int, bool]  # global_step before it, trainer.num_training_batches, trainer.is_last_batch
+    progress: tuple[int, float, bool]  # global_step before it, trainer.num_training_batches, trainer.is_last_batch
     decision: tuple[Any, ...] | None  # batch_size, lr_factor, updates, samples, epochs; None until the batch is over
 
     @property
@@ -96,7 +96,7 @@ class Learner(pl.LightningModule):
         loss = nn.functional.cross_entropy(self.net(x), y)
         trainer = self.trainer
         rate = float(trainer.optimizers[0].param_groups[0]["lr"])
-        progress = (trainer.global_step, int(trainer.num_training_batches), bool(trainer.is_last_batch))
+        progress = (trainer.global_step, trainer.num_training_batches, bool(trainer.is_last_batch))
         indices = tuple(index.tolist())
         self.steps.append(Step(trainer.current_epoch, batch_idx, indices, rate, loss.item(), progress, None))
         return loss
@@ -321,7 +321,7 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124  # epochs of data without a length are not a number
 
 
 def difference(resumed: Any, uncut: Any) -> str:

@@ -12,6 +12,39 @@ from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.slot import Slot
 
 
+class Windows:
+    """Updates of ``accumulate_grad_batches`` batches, as Lightning itself makes them.
+
+    Args:
+        trainer: The Trainer.
+
+    Attributes:
+        batches: Of the window in hand.
+        samples: Of the window in hand.
+        batch_samples: Of its last batch.
+        complete: Whether the window in hand has ended.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.batches = self.samples = self.batch_samples = 0
+        self.complete = True
+
+    @property
+    def scale(self) -> float:
+        """What makes the mean gradient of the window's batches of their sum, which Lightning divides by a constant."""
+        return self._trainer.accumulate_grad_batches / self.batches
+
+    def begin_batch(self, samples: int) -> None:
+        """Take a batch into the window."""
+        if self.complete:
+            self.batches = self.samples = 0
+        self.batches += 1
+        self.samples += samples
+        self.batch_samples = samples
+        self.complete = not self._trainer.fit_loop._should_accumulate()
+
+
 class Accumulation:
     """Has Lightning step after the last part of a batch, and have the gradients of an update be their mean.
 

@@ -14,8 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_adabatch.bridge.epoch import Epoch
 from lightning_adabatch.bridge.slot import Slot
-from lightning_adabatch.loader import ElasticLoader
+from lightning_adabatch.loader import ElasticLoader, Kind, Pass
 from lightning_adabatch.sinks import show_total
 from lightning_adabatch.validation import ValidationPoints
 
@@ -25,92 +26,113 @@ class Counts:
 
     Args:
         trainer: The Trainer.
-        slot: Where its loader is.
+        slot: Where its loaders are.
+        epoch: Where the epoch stands.
     """
 
-    def __init__(self, trainer: pl.Trainer, slot: Slot) -> None:
+    def __init__(self, trainer: pl.Trainer, slot: Slot, epoch: Epoch) -> None:
         self._trainer = trainer
         self._slot = slot
+        self._epoch = epoch
         self._points: ValidationPoints | None = None
         self._marked_points: list[int] | None = None  # as they were after the last update
         self._every_batches: int | None = None  # the interval, where the epoch is a number of batches
         self._planned_val_check_batch: Any = None
         self._warned_short = False
 
-    def limits_of(self, loader: Any, size: int) -> tuple[int | None, int | None]:
+    def limits_of(self, kind: Kind, size: int) -> tuple[int | None, int | None]:
         """Return the most batches and the most samples of an epoch that the Trainer's flags allow.
 
         A whole number of batches is one, whatever their size; a share is a share of the data, in batches of
         the initial size. What is overfitted is a fixed set of samples.
 
         Args:
-            loader: The user's.
+            kind: Of the user's data.
             size: Samples of one of the run's first batches.
         """
         trainer = self._trainer
         limit = trainer.limit_train_batches
         overfit: int | float = trainer.overfit_batches  # type: ignore[attr-defined]  # set late
         if isinstance(limit, float):
-            full, rest = divmod(len(loader.batch_sampler.sampler), size)
-            batches = full + (rest > 0 and not loader.batch_sampler.drop_last)
-            return None, None if limit == 1.0 else int(batches * limit) * size
+            samples = kind.hint()
+            if limit == 1.0 or samples is None:  # Lightning refuses a share of what has no length
+                return None, None
+            full, rest = divmod(samples, size)
+            return None, int((full + (rest > 0 and not kind.drop_last)) * limit) * size
         if overfit:
             return None, int(limit) * size
         return int(limit), None
+
+    @property
+    def limits_share(self) -> bool:
+        """Whether the Trainer limits the epoch to a share of the data, or overfits a fixed set of samples."""
+        limit = self._trainer.limit_train_batches
+        overfit: int | float = self._trainer.overfit_batches  # type: ignore[attr-defined]  # set late
+        return bool(overfit) or (isinstance(limit, float) and limit != 1.0)
 
     def loaders_made(self) -> None:
         """Take over what Lightning planned with the length at the initial size, and set the true counts."""
         self._planned_val_check_batch = self._trainer.val_check_batch
         self._points = None
-        if self._slot.loader is not None and len(self._slot.train_loaders()) == 1:
-            self.set(len(self._slot.loader))
+        for loader in self._slot.loaders:
+            loader.ended = self._pass_ended
+        self.set(self._epoch.fresh_length)
 
     def begin_epoch(self) -> None:
         """Plan an epoch that starts now: its number of batches and its validation points."""
         loader = self._slot.loader
         if loader is None:
             return
-        live = self._slot.live
-        loader.carry_from(live)
-        batches = loader.fresh_length
+        for one, ended in zip(self._slot.loaders, self._slot.passes, strict=True):
+            one.carry_from(ended)
+        self._epoch.begin()
+        batches = self._epoch.fresh_length
         self.set(batches)
         self._plan_validation(loader, batches)
 
-    def _plan_validation(self, loader: ElasticLoader, batches: int) -> None:
+    def _pass_ended(self, ended: Pass) -> None:
+        """Take note of the last batch of a stream, which is known only now that Lightning fetches it."""
+        if ended.plan.unsized and any(ended is live for live in self._slot.passes):
+            self.set(self._epoch.length)
+
+    def _plan_validation(self, loader: ElasticLoader, batches: float) -> None:
         interval = self._val_check_interval
         if isinstance(interval, float):
             self._trainer.val_check_batch = self._at_the_end(batches)
             self._points = None
             self._every_batches = None
-            if interval != 1.0 and batches == loader.max_batches:
+            if interval != 1.0 and (batches == loader.max_batches or loader.kind.in_batches):
                 # The epoch is a number of batches, whatever their size, and so are the points in it.
                 self._every_batches = self._trainer.val_check_batch = max(1, int(batches * interval))
             elif interval != 1.0:
-                self._points = ValidationPoints(batches, interval, loader.device_size)
+                self._points = ValidationPoints(int(batches), interval, loader.device_size)
         self._marked_points = None if self._points is None else self._points.state()
-        self._bound_int_interval(batches)
+        self._bound_int_interval(math.inf if loader.available() is None else batches)
 
     def end_batch(self, batch_idx: int) -> None:
         """Make every count agree with what the loader has handed out and what is left at the size in force."""
         if self._slot.loader is None:
             return
-        live = self._slot.live
-        batches = live.length
+        epoch = self._epoch
+        epoch.look_ahead()
+        batches = epoch.length
         self.set(batches)
+        if epoch.over:  # Lightning asked before it could be known
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
         if self._points is not None:
-            due = self._points.reached(live.plan.consumed, last=live.plan.over)
+            due = self._points.reached(epoch.consumed, last=epoch.over)
             self._trainer.val_check_batch = _every(batch_idx + 1, due=due)
         elif self._every_batches is not None:
             # An epoch that became short still validates at its end.
-            self._trainer.val_check_batch = min(self._every_batches, batches)
+            self._trainer.val_check_batch = int(min(self._every_batches, batches))
         elif isinstance(self._val_check_interval, float):
             self._trainer.val_check_batch = self._at_the_end(batches)
-        if live.plan.rest == 0:
-            live.mark()
+        if self._slot.live.plan.rest == 0:
+            epoch.mark()
             self._marked_points = None if self._points is None else self._points.state()
-        self._bound_int_interval(batches)
+        self._bound_int_interval(batches if epoch.exact else math.inf)
 
-    def set(self, batches: int) -> None:
+    def set(self, batches: float) -> None:
         """Set the four counts that must agree: loop, combined loader, its live iterator, and fetcher."""
         fit_loop = self._trainer.fit_loop
         changed = fit_loop.max_batches != batches
@@ -118,10 +140,10 @@ class Counts:
         combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
         assert combined is not None  # for the type checker: setup_data made them
         assert fetcher is not None
-        combined.limits = [batches]
+        combined.limits = [batches] * len(combined.flattened)
         if combined._iterator is not None:
             combined._iterator.limits = combined.limits
-        fetcher.length = batches
+        fetcher.length = batches  # type: ignore[assignment]  # infinite where nobody knows
         fetcher.done = fetcher.fetched >= batches
         if changed:
             show_total(self._trainer.progress_bar_callback, batches)
@@ -135,9 +157,8 @@ class Counts:
         """
         marked, every = self._marked_points, self._trainer.val_check_batch
         if settled and self._points is not None:
-            plan = self._slot.live.plan
             points = copy.copy(self._points)
-            every = _every(ended, due=points.reached(plan.consumed, last=plan.over))
+            every = _every(ended, due=points.reached(self._epoch.consumed, last=self._epoch.over))
             marked = points.state()
         more = {"val_setting": self._val_setting, "every_batches": self._every_batches}
         return {"points": marked, "val_check_batch": every, **more}
@@ -148,26 +169,26 @@ class Counts:
         if loader is None:
             return
         if state["val_setting"] != self._val_setting:  # this Trainer validates at other points
-            self.set(self._slot.live.length)
-            self._plan_validation(loader, loader.fresh_length)
+            self.set(self._epoch.length)
+            self._plan_validation(loader, self._epoch.fresh_length)
             if self._points is not None:
-                self._points.reached(self._slot.live.plan.consumed, last=False)
+                self._points.reached(self._epoch.consumed, last=False)
                 self._marked_points = self._points.state()
             return
         self._points = None if state["points"] is None else ValidationPoints.from_state(state["points"])
         self._marked_points = state["points"]
         self._every_batches = state["every_batches"]
-        batches = self._slot.live.length
+        batches = self._epoch.length
         self.set(batches)
         self._trainer.val_check_batch = state["val_check_batch"]
-        self._bound_int_interval(batches)
+        self._bound_int_interval(batches if self._epoch.exact else math.inf)
 
     def give_back(self) -> None:
         """Put back what Lightning planned."""
         if self._slot.loader is not None:
             self._trainer.val_check_batch = self._planned_val_check_batch
 
-    def _at_the_end(self, batches: int) -> float:
+    def _at_the_end(self, batches: float) -> float:
         """Return the interval with which Lightning validates after an epoch's last batch, and only there.
 
         That is infinity, unless an int ``limit_train_batches`` (``overfit_batches`` too) has it ask another way.
@@ -183,13 +204,17 @@ class Counts:
         """A number of batches or a share of the epoch; None where time decides: the Trainer lacks it then."""
         return getattr(self._trainer, "val_check_interval", None)
 
-    def _bound_int_interval(self, batches: int) -> None:
-        """Validate at the end of an epoch that became shorter than an int ``val_check_interval``."""
+    def _bound_int_interval(self, batches: float) -> None:
+        """Validate at the end of an epoch that became shorter than an int ``val_check_interval``.
+
+        Args:
+            batches: Of the epoch; ``math.inf`` as long as nobody knows.
+        """
         trainer = self._trainer
         interval = self._val_check_interval
         if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
             return
-        trainer.val_check_batch = min(interval, batches)
+        trainer.val_check_batch = int(min(interval, batches))
         if batches < interval and trainer.enable_validation and not self._warned_short:
             self._warned_short = True
             rank_zero_warn(

@@ -12,9 +12,9 @@ import torch
 from lightning_adabatch import generators
 from lightning_adabatch.bridge import progress
 from lightning_adabatch.bridge.counts import Counts
+from lightning_adabatch.bridge.epoch import Epoch
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.slot import Slot
-from lightning_adabatch.loader import Pass
 
 
 class Resume:
@@ -22,7 +22,8 @@ class Resume:
 
     Args:
         trainer: The Trainer.
-        slot: Where its loader is.
+        slot: Where its loaders are.
+        epoch: Where the epoch stands.
         counts: Its counts.
         patches: Takes note of what is replaced.
 
@@ -30,10 +31,11 @@ class Resume:
         ended: Batches of this epoch that ended.
     """
 
-    def __init__(self, trainer: pl.Trainer, slot: Slot, counts: Counts, patches: Patches) -> None:
+    def __init__(self, trainer: pl.Trainer, slot: Slot, epoch: Epoch, counts: Counts, patches: Patches) -> None:
         self.ended = 0
         self._trainer = trainer
         self._slot = slot
+        self._epoch = epoch
         self._counts = counts
         self._patches = patches
         self._steps_at_end = 0  # Lightning's count of steps when the last batch ended
@@ -59,8 +61,7 @@ class Resume:
         if epochs.started <= epochs.processed:
             return False
         if self._slot.loader is not None:  # Lightning counts it only once it is on its device
-            live = self._slot.live
-            return live.plan.batches > live.marked.batches
+            return self._epoch.begun
         return bool(_batches(self._trainer).ready > self.ended)
 
     @property
@@ -75,27 +76,38 @@ class Resume:
         Args:
             settled: The batch in hand counts as ended.
         """
-        loader = self._slot.loader
-        live = None if loader is None else self._slot.live
         ended = _batches(self._trainer).ready if settled else self.ended
         place = progress.standing(
             self._trainer,
             ended,
-            over=self._is_last(live, settled=settled),
+            over=self._is_last(settled=settled),
             moved_on=not settled and self._trainer.fit_loop.epoch_loop._batches_that_stepped != self._steps_at_end,
             validated=not settled and self._validated,
         )
-        own: dict[str, Any] = {"generators": self._generators(place, live, settled=settled)}
-        if loader is not None and live is not None:
-            another_follows = not progress.in_epoch(place) and live.plan.batches > 0
-            if another_follows:
-                loader.carry_from(live)
-            own["carried"] = list(loader.carried)
-            own["shuffle_seed"] = loader.shuffle_seed
-            own["pass"] = None if another_follows else live.state_dict(at_mark=not settled)
-            if another_follows:
-                own["own_generators"] = loader.own_generators
+        own: dict[str, Any] = {"generators": self._generators(place, settled=settled)}
+        if self._slot.loader is not None:
+            first, *others = self._loaders(place, settled=settled)
+            own.update(first)
+            if others:
+                own["others"] = others
+                own["joined"] = self._epoch.state(at_mark=not settled)[1]
         return {**place, **self._counts.validation_state(ended, settled=settled)}, own
+
+    def _loaders(self, place: Mapping[str, Any], *, settled: bool) -> list[dict[str, Any]]:
+        """Return what each loader needs to go on."""
+        another_follows = not progress.in_epoch(place) and self._slot.live.plan.batches > 0
+        loaders, passes = self._slot.loaders, self._slot.passes
+        if another_follows:
+            for loader, ended in zip(loaders, passes, strict=True):
+                loader.carry_from(ended)
+            states: list[Any] = [None] * len(loaders)
+        else:
+            states, _ = self._epoch.state(at_mark=not settled)
+        found = []
+        for loader, state in zip(loaders, states, strict=True):
+            entry = {"carried": list(loader.carried), "shuffle_seed": loader.shuffle_seed, "pass": state}
+            found.append({**entry, "own_generators": loader.own_generators} if another_follows else entry)
+        return found
 
     def metrics(self, *, alone: bool) -> dict[str, torch.Tensor]:
         """Return the single values among ``callback_metrics``; computing them may take all ranks."""
@@ -119,7 +131,9 @@ class Resume:
         progress.take_up(self._trainer, place)
         if progress.in_epoch(place):
             if self._slot.loader is not None:
-                place = {**place, "last": self._slot.live.plan.over}  # the limits may be others now
+                if "joined" in own:
+                    self._epoch.go_on(own["joined"])
+                place = {**place, "last": self._epoch.over}  # the limits may be others now
             self.ended = place["batches"]
             self._steps_at_end = place["steps"] - (place["next"] == progress.BATCH)
             self._validated = place["next"] == progress.AFTER_VALIDATION
@@ -149,22 +163,23 @@ class Resume:
         self._patches.put(val_loop, "run", run)
         self._patches.put(val_loop, "_on_evaluation_end", on_evaluation_end)
 
-    def _is_last(self, live: Pass | None, *, settled: bool) -> bool:
-        if live is None:
+    def _is_last(self, *, settled: bool) -> bool:
+        if self._slot.loader is None:
             batches = self._trainer.fit_loop.epoch_loop.batch_progress
             return bool(batches.is_last_batch and (settled or batches.current.ready <= self.ended))
-        return live.plan.over if settled else live.marked.over
+        return self._epoch.over if settled else self._epoch.marked.over
 
-    def _generators(self, place: Mapping[str, Any], live: Pass | None, *, settled: bool) -> dict[str, Any]:
+    def _generators(self, place: Mapping[str, Any], *, settled: bool) -> dict[str, Any]:
         if self._to_restore is not None:
             return self._to_restore
         if place["next"] == progress.VALIDATION and self._before_validation is not None:
             return self._before_validation
         state = generators.capture(self._trainer.strategy.root_device)
-        if place["next"] == progress.BATCH and live is not None and not settled and self.batch_begun:
+        within = place["next"] == progress.BATCH and self._slot.loader is not None and not settled
+        if within and self.batch_begun:
             # What the batch that was begun drew is drawn again. Python's and NumPy's generators stay where they
             # are: to remember them at every batch would cost more than a small step.
-            state["torch"] = live.generator
+            state["torch"] = self._epoch.marked.passes[0].generator
         return state
 
     def _stand_in_for_reset(self, place: dict[str, Any]) -> None:
@@ -180,7 +195,7 @@ class Resume:
             self._patches.take_off(epoch_loop, "on_run_start")
             begin(fetcher)
             if self._slot.loader is not None:
-                self._counts.set(self._slot.live.length)
+                self._counts.set(self._epoch.length)
             progress.finish_batch(self._trainer, place, fetcher)
 
         self._patches.put(epoch_loop, "reset", reset)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train loader's place in a Trainer: an elastic loader is put there, and the user's is given back."""
+"""The train loaders' place in a Trainer: elastic loaders are put there, and the user's are given back."""
 
 from __future__ import annotations
 
@@ -15,35 +15,42 @@ from lightning_adabatch.loader import ElasticLoader, Pass
 
 
 class Slot:
-    """Where a Trainer keeps its train loader.
+    """Where a Trainer keeps its train loaders.
 
     Args:
         trainer: The Trainer.
         patches: Takes note of what is replaced.
 
     Attributes:
-        loader: The elastic loader in use; None before Lightning made it, and where none was installed.
+        loaders: The elastic loaders in use; none before Lightning made them, and where none were installed.
     """
 
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
-        self.loader: ElasticLoader | None = None
+        self.loaders: list[ElasticLoader] = []
         self._trainer = trainer
         self._patches = patches
         self._making_train_loaders = False
+        self._made: list[ElasticLoader] = []  # while Lightning sets up
         self._originals: list[tuple[ElasticLoader, Any]] = []
 
-    def install(self, replace: Callable[[Any], ElasticLoader], made: Callable[[], None]) -> None:
+    @property
+    def loader(self) -> ElasticLoader | None:
+        """The first of the elastic loaders, whose size is the batch size; None if there is none."""
+        return self.loaders[0] if self.loaders else None
+
+    def install(self, replace: Callable[[Any, int], ElasticLoader], made: Callable[[], None]) -> None:
         """Have every train loader replaced, from now on until the patches are undone.
 
         Args:
-            replace: Makes an elastic loader of a train loader that Lightning is about to use, or refuses it.
+            replace: Makes an elastic loader of a train loader that Lightning is about to use, or refuses it; the
+                number says which of them it is.
             made: Called when Lightning has set up new train loaders.
         """
         self._wrap_process_dataloader(replace)
         self._wrap_setup_data(made)
         self._forget_early_loaders()
 
-    def _wrap_process_dataloader(self, replace: Callable[[Any], ElasticLoader]) -> None:
+    def _wrap_process_dataloader(self, replace: Callable[[Any, int], ElasticLoader]) -> None:
         """Every train loader passes here, after the distributed sampler is in and before the first ``iter``."""
         strategy = self._trainer.strategy
         original = strategy.process_dataloader
@@ -55,10 +62,10 @@ class Slot:
             if isinstance(processed, ElasticLoader):  # a CombinedLoader of the user's that is used again
                 elastic = processed
             else:
-                elastic = replace(processed)
+                elastic = replace(processed, len(self._made))
                 self._originals.append((elastic, processed))
             elastic.nominal = True
-            self.loader = elastic
+            self._made.append(elastic)
             return elastic
 
         self._patches.put(strategy, "process_dataloader", process_dataloader)
@@ -75,16 +82,32 @@ class Slot:
 
         def setup_data() -> None:
             self._making_train_loaders = bool(self._patches)  # not if somebody still calls this after the fit
+            self._made = []
             try:
                 original()
             finally:
                 self._making_train_loaders = False
             self._drop_replaced_loaders()
-            if self.loader is not None and self.loader.nominal:
-                self.loader.nominal = False
+            if self._made:
+                self.loaders = self._made
+                self._begin()
                 made()
 
         self._patches.put(fit_loop, "setup_data", setup_data)
+
+    def _begin(self) -> None:
+        """Have new loaders say their true length from now on.
+
+        Of one without a length Lightning fetches a batch ahead, to know the last one. It would be of the size
+        before, so this is switched off: the loader itself knows its last batch.
+        """
+        sized = all(loader.sized for loader in self.loaders)
+        for loader in self.loaders:
+            loader.nominal = False
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if fetcher is not None and not sized:
+            fetcher.prefetch_batches = 0  # type: ignore[attr-defined]
+            iter(fetcher)
 
     def _drop_replaced_loaders(self) -> None:
         """End the workers of loaders that a reload replaced."""
@@ -118,14 +141,46 @@ class Slot:
         return all(isinstance(loader, _Stateful) for loader in self.train_loaders())
 
     @property
-    def live(self) -> Pass:
-        """The pass that the Trainer runs over: users' code may have begun others, to look at a batch."""
+    def mode(self) -> str:
+        """How several loaders are joined."""
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None  # for the type checker: setup_data made it
+        return combined._mode
+
+    @property
+    def _iterator(self) -> Any:
         combined = self._trainer.fit_loop._combined_loader
         assert combined is not None  # for the type checker: setup_data made it
         assert combined._iterator is not None
-        begun = combined._iterator.iterators[0]
+        return combined._iterator
+
+    @property
+    def live(self) -> Pass:
+        """The pass over the first loader: users' code may have begun others, to look at a batch."""
+        begun = self._iterator.iterators[0]
         assert isinstance(begun, Pass)
         return begun
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes that the Trainer runs over, one for each loader."""
+        return list(self._iterator.iterators)
+
+    @property
+    def fetched(self) -> int:
+        """Batches that were fetched in this epoch."""
+        fetched: int = self._iterator._idx
+        return fetched
+
+    @property
+    def wrapped(self) -> list[bool]:
+        """Which loaders came to their end and were begun again, in this epoch."""
+        return list(getattr(self._iterator, "_consumed", ())) or [False] * len(self.loaders)
+
+    @wrapped.setter
+    def wrapped(self, wrapped: list[bool]) -> None:
+        if hasattr(self._iterator, "_consumed"):
+            self._iterator._consumed = list(wrapped)
 
     def begin_pass_again(self) -> None:
         """Have the pass that Lightning holds made again."""
@@ -141,4 +196,4 @@ class Slot:
             combined.flattened = [originals.get(id(loader), loader) for loader in combined.flattened]
         # Last, for ending a worker that died raises.
         while self._originals:
-            self._originals.pop()[0].close()
+            self._originals.pop()[0].give_back()

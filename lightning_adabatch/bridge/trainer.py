@@ -6,8 +6,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 
-from lightning_adabatch.bridge.accumulation import Accumulation
+from lightning_adabatch.bridge.accumulation import Accumulation, Windows
 from lightning_adabatch.bridge.counts import Counts
+from lightning_adabatch.bridge.epoch import Epoch
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.resume import Resume
 from lightning_adabatch.bridge.slot import Slot
@@ -20,9 +21,11 @@ class Bridge:
         trainer: The Trainer.
 
     Attributes:
-        slot: Where its train loader is.
+        slot: Where its train loaders are.
+        epoch: Where the epoch stands.
         counts: Its counts.
         accumulation: The parts of an update.
+        windows: The batches of an update, where Lightning accumulates them itself.
         resume: Where the fit stands.
     """
 
@@ -30,9 +33,11 @@ class Bridge:
         self._trainer = trainer
         self._patches = Patches()
         self.slot = Slot(trainer, self._patches)
-        self.counts = Counts(trainer, self.slot)
+        self.epoch = Epoch(self.slot)
+        self.counts = Counts(trainer, self.slot, self.epoch)
         self.accumulation = Accumulation(trainer, self.slot)
-        self.resume = Resume(trainer, self.slot, self.counts, self._patches)
+        self.windows = Windows(trainer)
+        self.resume = Resume(trainer, self.slot, self.epoch, self.counts, self._patches)
         self._published: int | None = None
         self._metric = torch.tensor(0.0)
 
@@ -47,7 +52,7 @@ class Bridge:
 
     def end_batch(self, batch_idx: int) -> None:
         """Follow a batch, or a part of one, that ended."""
-        if self.accumulation.complete:
+        if self.accumulation.complete and self.windows.complete:
             self.resume.end_batch(batch_idx)
         self.counts.end_batch(batch_idx)
 
@@ -68,4 +73,5 @@ class Bridge:
         """Put back all that was replaced; safe to call twice."""
         self._patches.undo()
         self.counts.give_back()
+        self.epoch.begin()
         self.slot.give_back()

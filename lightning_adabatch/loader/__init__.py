@@ -2,8 +2,22 @@
 """The elastic loader: blocks, cut, tail, position. Knows nothing of policies or of Lightning."""
 
 from lightning_adabatch.loader.elastic import ElasticLoader
+from lightning_adabatch.loader.kinds import iteration_of_its_own, kind_of, plain_batch_sampler, settable_batch_size
 from lightning_adabatch.loader.order import for_ranks, lost
 from lightning_adabatch.loader.passes import Pass
 from lightning_adabatch.loader.plan import EpochPlan, Tail
+from lightning_adabatch.loader.supply import Kind
 
-__all__ = ["ElasticLoader", "EpochPlan", "Pass", "Tail", "for_ranks", "lost"]
+__all__ = [
+    "ElasticLoader",
+    "EpochPlan",
+    "Kind",
+    "Pass",
+    "Tail",
+    "for_ranks",
+    "iteration_of_its_own",
+    "kind_of",
+    "lost",
+    "plain_batch_sampler",
+    "settable_batch_size",
+]

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_adabatch.loader.blocks import Piece
 from lightning_adabatch.loader.cut import can_cut, cut, join
 from lightning_adabatch.loader.parcel import collate_apart, pack
+from lightning_adabatch.loader.pieces import Piece
 
 #: Makes a batch of pieces and a seed.
 Assemble = Callable[[list[Piece], int], Any]
@@ -28,8 +28,13 @@ def block_collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     return pack if blocks_apart(loader) else loader.collate_fn
 
 
-def assembler(loader: DataLoader[Any]) -> Assemble:
-    """Return what makes a batch of the pieces of blocks that :func:`block_collate` made."""
+def assembler(loader: DataLoader[Any], *, samples: bool = False) -> Assemble:
+    """Return what makes a batch of the pieces of blocks that :func:`block_collate` made.
+
+    Args:
+        loader: The user's.
+        samples: With no workers, blocks are lists of samples.
+    """
     pin = bool(loader.pin_memory) and torch.accelerator.is_available()
 
     def whole(pieces: list[Piece], seed: int) -> Any:
@@ -41,11 +46,20 @@ def assembler(loader: DataLoader[Any]) -> Assemble:
         cuts = [piece.block if piece.whole else cut(piece.block, piece.start, piece.stop) for piece in pieces]
         return cuts[0] if len(cuts) == 1 else join(cuts, pin=pin)
 
+    def collate_here(pieces: list[Piece], seed: int) -> Any:
+        del seed  # as in a DataLoader with no workers
+        return pinned(loader.collate_fn(_samples(pieces)))
+
     def collate(pieces: list[Piece], seed: int) -> Any:
-        samples: Sequence[Any] = [s for piece in pieces for s in piece.block[piece.start : piece.stop]]
-        batch = collate_apart(loader.collate_fn, samples, seed)
+        return pinned(collate_apart(loader.collate_fn, _samples(pieces), seed))
+
+    def pinned(batch: Any) -> Any:
         return pin_memory(batch) if pin else batch  # type: ignore[no-untyped-call]
 
     if loader.num_workers == 0:
-        return whole
+        return collate_here if samples else whole
     return collate if blocks_apart(loader) else cut_and_join
+
+
+def _samples(pieces: list[Piece]) -> list[Any]:
+    return [sample for piece in pieces for sample in piece.block[piece.start : piece.stop]]

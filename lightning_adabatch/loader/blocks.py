@@ -1,71 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks: what is asked of the workers, and how batches are cut from what they bring."""
+"""Blocks: the indices that are asked of the workers, drawn from the user's sampler."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from lightning_adabatch import generators
 from lightning_adabatch.loader.order import order_of
-from lightning_adabatch.loader.parcel import Parcel, unpack
 from lightning_adabatch.loader.plan import BlockPlan, EpochPlan
+from lightning_adabatch.loader.sizes import SizeInForce
 
 # So many of the indices before a place are remembered by what they look like, to know the order again.
 _WITNESSES = 8
-
-
-class SizeInForce:
-    """The batch size in force, shared by a loader and its passes.
-
-    Args:
-        sampler: The user's, of which only the length is read.
-        max_samples: No pass has more samples, or None.
-        wanted: Samples per batch that are asked for.
-        device_limit: Samples of one part of a batch at most, or None.
-
-    Attributes:
-        agreed: What all ranks have of the sampler's indices; None for all.
-        epoch_samples: Samples of one pass, carried ones apart.
-        batch_size: Samples of the next batch, the epoch's tail apart; never more than one epoch holds.
-        device_size: Samples of its first part; all of it where it has but one.
-    """
-
-    def __init__(self, sampler: Any, max_samples: int | None, wanted: int, device_limit: int | None = None) -> None:
-        self.device_limit = device_limit
-        self.agreed: int | None = None
-        self._sampler = sampler
-        self._max_samples = max_samples
-        self.set(wanted)
-
-    def set(self, wanted: int) -> None:
-        """Ask for another size."""
-        self._wanted = wanted
-        self.refresh()
-
-    def available(self) -> int:
-        """Return the samples of the sampler that are used."""
-        samples = len(self._sampler)
-        return samples if self.agreed is None else min(samples, self.agreed)
-
-    def refresh(self) -> None:
-        """Look at the length of the sampler again: it may change from one pass to the next."""
-        samples = self.available()
-        self.epoch_samples = samples if self._max_samples is None else min(samples, self._max_samples)
-        size = self.batch_size = min(self._wanted, self.epoch_samples) if self.epoch_samples else self._wanted
-        self.device_size = size if self.device_limit is None else -(-size // -(-size // self.device_limit))
 
 
 class BlockSampler(Sampler[list[Any]]):
     """The batch sampler of the owned ``DataLoader`` in one pass: lists of indices, each one block.
 
     Args:
-        sampler: The user's.
+        sampler: The user's; of one without a length the plan is open.
         plan: The pass.
         carried: Indices that the pass begins with.
         size: Knows the batch size in force.
@@ -76,13 +36,15 @@ class BlockSampler(Sampler[list[Any]]):
         finished: Whether the sampler has come to its end.
         sampler_epoch: The epoch that the sampler shuffles for, if it has one.
         order: What is known of the order over all ranks.
+        unsized: Whether the sampler has no length.
     """
 
     def __init__(
         self, sampler: Any, plan: EpochPlan, carried: list[Any], size: SizeInForce, own: list[torch.Generator]
     ) -> None:
         self.plan = plan
-        self.blocks = BlockPlan(plan, available=len(carried) + len(sampler))
+        self.unsized = plan.open
+        self.blocks = BlockPlan(plan, available=math.inf if plan.open else len(carried) + len(sampler))
         self.in_flight: deque[int] = deque()  # samples of the blocks that were asked for and did not arrive
         self._sampler = sampler
         self.sampler_epoch = getattr(sampler, "epoch", None)
@@ -93,6 +55,7 @@ class BlockSampler(Sampler[list[Any]]):
         self._size = size
         self._own = own
         self._source: Iterator[Any] | None = None
+        self._ahead: deque[Any] = deque()  # indices that were drawn to see whether there are more
         # (position, indices) of the blocks around what is being trained, for tails that are carried and witnesses
         self._kept: deque[tuple[int, list[Any]]] = deque()
 
@@ -103,6 +66,8 @@ class BlockSampler(Sampler[list[Any]]):
     def __next__(self) -> list[Any]:
         """Draw the next block."""
         start, wanted = self.blocks.dispatched, self._size.device_size
+        if self.plan.open:
+            self.see(self.blocks.reach(wanted))
         size = self.blocks.next_block(wanted)
         if size < wanted:
             # A DataLoader would have asked its sampler for a whole batch: what that does after its last index
@@ -117,8 +82,19 @@ class BlockSampler(Sampler[list[Any]]):
     def finish(self, keep: int = 0) -> None:
         """Let the sampler come to its end, if all that it gives is asked for but for less than one batch."""
         rest = self.blocks.available - self.blocks.dispatched + keep
-        if rest < self._size.device_size:
-            self._exhaust(rest)
+        if rest < self._size.device_size and not self.finished:
+            self._exhaust(int(rest))
+
+    def see(self, position: int) -> None:
+        """Find out whether the sampler gives as many indices as that; if not, the plan is open no longer."""
+        source = self._indices()
+        seen = self.blocks.dispatched + len(self._ahead)
+        self._ahead.extend(islice(source, max(0, position - seen)))
+        known = self.blocks.dispatched + len(self._ahead)
+        if known < position:
+            self.blocks.available = known
+            self.finished = True
+        self.plan.see(known, more=known >= position)
 
     def leftover(self) -> list[Any]:
         """Return the indices that the pass did not get to and the next one begins with."""
@@ -155,7 +131,11 @@ class BlockSampler(Sampler[list[Any]]):
         self.blocks.dispatched = self.plan.consumed
         self._kept.append((self.plan.consumed - len(passed), list(passed)))
         if finished:
-            self._exhaust(self.blocks.available - self.plan.consumed)
+            if self.unsized:
+                self._ahead.extend(source)
+                self.see(self.plan.consumed + len(self._ahead) + 1)
+            else:
+                self._exhaust(int(self.blocks.available) - self.plan.consumed)
         return witnesses is None or [repr(index) for index in passed] == witnesses
 
     def own_states(self) -> list[torch.Tensor]:
@@ -188,7 +168,8 @@ class BlockSampler(Sampler[list[Any]]):
         self.finished = True
 
     def _draw(self, start: int, size: int) -> list[Any]:
-        indices = list(islice(self._indices(), size))
+        indices = [self._ahead.popleft() for _ in range(min(size, len(self._ahead)))]
+        indices.extend(islice(self._indices(), size - len(indices)))
         if len(indices) < size:
             raise RuntimeError(
                 f"{type(self._sampler).__name__} has a length of {len(self._sampler)} but gave only "
@@ -199,62 +180,3 @@ class BlockSampler(Sampler[list[Any]]):
             self._kept.popleft()
         self._kept.append((start, indices))
         return indices
-
-
-class Piece(NamedTuple):
-    """Samples ``start`` to ``stop`` of a block of ``length``."""
-
-    block: Any
-    start: int
-    stop: int
-    length: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether the piece is all of its block."""
-        return self.stop - self.start == self.length
-
-
-class BlockStream:
-    """Samples in order, taken off the blocks as they arrive.
-
-    Args:
-        source: Gives the blocks; None once there are no more to come.
-        in_flight: The number of samples of each block that ``source`` has been asked for.
-    """
-
-    def __init__(self, source: Iterator[Any], in_flight: deque[int]) -> None:
-        self.source: Iterator[Any] | None = source
-        self._in_flight = in_flight
-        self._rest: Piece | None = None
-
-    def take(self, size: int) -> list[Piece]:
-        """Return the next ``size`` samples as pieces of blocks."""
-        piece = self._rest or self._arrived()
-        if piece.start == 0 and piece.length == size:  # a block that is a batch, as all are while the size stays
-            self._rest = None
-            return [piece]
-        self._rest = piece
-        pieces: list[Piece] = []
-        while size > 0:
-            piece = self._rest or self._arrived()
-            cut = min(piece.stop, piece.start + size)
-            pieces.append(piece._replace(stop=cut))
-            self._rest = piece._replace(start=cut) if cut < piece.stop else None
-            size -= cut - piece.start
-        return pieces
-
-    def _arrived(self) -> Piece:
-        if self.source is None:
-            raise RuntimeError(
-                "This pass over the data was closed. With persistent_workers=True a loader has one pass at a time: to "
-                "look at a batch while an epoch runs, use a DataLoader of your own, or persistent_workers=False."
-            )
-        try:
-            block = next(self.source)
-        except StopIteration:  # would pass for the end of the epoch
-            raise RuntimeError(
-                "The DataLoader ended before its epoch did: this is a fault of lightning_adabatch."
-            ) from None
-        length = self._in_flight.popleft()
-        return Piece(unpack(block) if isinstance(block, Parcel) else block, 0, length, length)

@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_adabatch.loader.assembly import assembler, block_collate, blocks_apart
-from lightning_adabatch.loader.blocks import BlockSampler, SizeInForce
+from lightning_adabatch.loader.kinds import kind_of
 from lightning_adabatch.loader.passes import Pass
 from lightning_adabatch.loader.plan import EpochPlan, Tail
+from lightning_adabatch.loader.sizes import SizeInForce
+from lightning_adabatch.loader.supply import Kind
 
 
 class ElasticLoader:
-    """Iterates over a map-style data set in batches of whatever size is in force when each is asked for.
+    """Iterates over a user's data in batches of whatever size is in force when each is asked for.
 
     A plain iterable that owns a ``DataLoader`` made from the user's settings. Workers fetch *blocks* of
     samples; batches of exactly the size in force are cut from the stream of blocks. With a constant size
@@ -27,8 +29,8 @@ class ElasticLoader:
     It draws from the global random state exactly what the user's ``DataLoader`` would draw.
 
     Args:
-        loader: The user's; read, never changed. Map-style, with a sampler that has a length and a plain
-            ``BatchSampler``.
+        loader: The user's, with a batch size; read, never changed, but for the ``batch_size`` of a batch sampler
+            of the user's own.
         tail: What happens to samples that do not fill a batch; None: ``"drop"`` if the loader drops
             them, else ``"keep"``.
         max_batches: No pass has more batches, or None.
@@ -39,12 +41,14 @@ class ElasticLoader:
     Attributes:
         dataset, sampler, num_workers, drop_last, worker_init_fn: As in a ``DataLoader``. Everything else
             that a ``DataLoader`` has is read from the user's.
+        kind: Of the data.
         own_batch_size: The user's, in samples.
         initial_batch_size: That times ``accumulate``.
         max_batches: No pass has more batches, or None.
         nominal: While True, ``len`` is that of the user's loader.
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
+        ended: Called with a pass that handed out its last batch, or None.
 
     Example:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -66,20 +70,20 @@ class ElasticLoader:
         accumulate: int = 1,
         device_limit: int | None = None,
     ) -> None:
-        batch_sampler: Any = loader.batch_sampler
         self.loader = loader
+        self.kind: Kind = kind_of(loader)
         self.dataset = loader.dataset
-        self.sampler: Any = batch_sampler.sampler
-        self.own_batch_size: int = batch_sampler.batch_size
-        self.drop_last: bool = batch_sampler.drop_last
+        self.sampler: Any = self.kind.sampler
+        self.own_batch_size: int = self.kind.own_batch_size
+        self.drop_last: bool = self.kind.drop_last
         self.num_workers = loader.num_workers
         self.worker_init_fn = loader.worker_init_fn
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = False
         self.max_batches = max_batches
         self.initial_batch_size = self.own_batch_size * accumulate
-        self._size = SizeInForce(self.sampler, max_samples, self.initial_batch_size, device_limit)
-        self._source = _CurrentBlocks()
+        self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit)
+        self.ended: Callable[[Pass], None] | None = None
         self._owned: DataLoader[Any] | None = None
         self.carried: list[Any] = []
         self._place: dict[str, Any] | None = None
@@ -93,19 +97,31 @@ class ElasticLoader:
         """Read any other setting from the user's loader."""
         if name == "loader" or name.startswith("__"):  # not there yet while unpickling or copying
             raise AttributeError(name)
+        if name in {"state_dict", "load_state_dict"}:  # the state is ours
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def available(self) -> int:
-        """Return the samples of the sampler that are used."""
+    def available(self) -> int | None:
+        """Return the samples that are used; None where nobody knows."""
         return self._size.available()
+
+    @property
+    def order_giver(self) -> str:
+        """The name of what gives the order of the samples."""
+        return type(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler).__name__
+
+    @property
+    def sized(self) -> bool:
+        """Whether it has a length, be it an estimate."""
+        return self._nominal_length() < math.inf
 
     def agree(self, samples: int) -> None:
         """Use no more of the sampler's indices than the rank with the fewest has."""
         self._size.agreed = samples
 
     @property
-    def epoch_samples(self) -> int:
-        """Samples of one pass, carried ones apart."""
+    def epoch_samples(self) -> int | float:
+        """Samples of one pass, carried ones apart; ``math.inf`` where nobody knows."""
         self._size.refresh()  # the length of a sampler may move
         return self._size.epoch_samples
 
@@ -125,23 +141,26 @@ class ElasticLoader:
         return BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
     @property
-    def fresh_length(self) -> int:
-        """Batches of a pass that starts now and keeps the size in force."""
+    def fresh_length(self) -> int | float:
+        """Batches of a pass that starts now and keeps the size in force; ``math.inf`` where nobody knows."""
         self._size.refresh()
-        return self._fresh_plan().batches_left(self.batch_size)
+        return self.kind.batches_left(self._fresh_plan(), self.batch_size)
 
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
         self._size.set(batch_size)
 
     def __len__(self) -> int:
-        """Batches of the current pass: those handed out, and those to come if the size stays."""
-        if self.nominal:
-            full, rest = divmod(self.available(), self.own_batch_size)
-            # Even where the user's loader would have none: no epoch is empty.
-            return full + (rest > 0 and not (self.drop_last and full > 0))
+        """Batches of the current pass: those handed out, and those to come if the size stays.
+
+        Raises:
+            TypeError: If nobody knows how many there will be.
+        """
         latest = self._latest_pass
-        return self.fresh_length if latest is None else latest.length
+        length = self._nominal_length() if self.nominal else self.fresh_length if latest is None else latest.length
+        if length == math.inf:
+            raise TypeError(f"nobody knows how many batches {type(self.dataset).__name__} has")
+        return int(length)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a new pass now: the position is its start before the first batch is asked for.
@@ -149,12 +168,14 @@ class ElasticLoader:
         Passes are independent of each other, as a ``DataLoader``'s are: looking at a batch in the middle of
         an epoch leaves the epoch alone. Persistent workers serve only the pass begun last.
         """
+        if self.nominal and not self.sized:
+            return iter(())  # of a loader without a length Lightning would fetch a batch while it sets up
         self._size.refresh()
         latest = self._latest_pass
         if latest is not None and (latest.plan.over or self.loader.persistent_workers):
             latest.release()
         if self._owned is None:
-            self._owned = _own(self, self._source)
+            self._owned = self.kind.own(self.num_workers, self.worker_init_fn)
         begun = self._begin() if self._place is None else self._go_on(self._place)
         self._latest = weakref.ref(begun)
         self._passes.add(begun)
@@ -185,7 +206,7 @@ class ElasticLoader:
     def carry_from(self, ended: Pass) -> None:
         """Begin the next pass with what this one left over, where tails are carried."""
         if self.tail == "carry":
-            self.carried = ended.blocks.leftover()
+            self.carried = ended.supply.leftover()
 
     def close(self) -> None:
         """End the worker processes; the next pass starts new ones."""
@@ -194,6 +215,11 @@ class ElasticLoader:
                 begun.source._shutdown_workers()  # what Lightning itself calls for a DataLoader
             begun.release()
         self._owned = None
+
+    def give_back(self) -> None:
+        """End the worker processes, and undo what was changed of the user's."""
+        self.kind.give_back()
+        self.close()
 
     @property
     def _latest_pass(self) -> Pass | None:
@@ -211,66 +237,55 @@ class ElasticLoader:
         self.close()
 
     def _begin(self) -> Pass:
-        blocks = BlockSampler(self.sampler, self._fresh_plan(), self.carried, self._size, self._own_generators)
-        return self._pass(blocks, (self.loader.generator or torch.default_generator).get_state())
+        assert self._owned is not None  # for the type checker: __iter__ made it
+        base_state = (self.loader.generator or torch.default_generator).get_state()
+        supply = self.kind.begin(self._owned, self._fresh_plan(), self._size, self.carried)
+        return Pass(supply, self.kind, self._size, base_state, self._handed_out)
 
     def _go_on(self, place: dict[str, Any]) -> Pass:
         """Begin a pass where another one stood; leaves the global generators anywhere."""
-        if place["sampler_epoch"] is not None and hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(place["sampler_epoch"])
+        assert self._owned is not None  # for the type checker: __iter__ made it
         plan = self._fresh_plan()
-        same = plan.total == place["total"]
-        plan.batches, plan.last_size = place["batches"], place["last_size"]
-        blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
-        if same:
-            plan.consumed = place["consumed"]
-            plan.over = place["over"] or (self.max_batches is not None and plan.batches >= self.max_batches)
-            blocks.blocks.go_on(place["blocks"])
-            if place["started"] is None:
-                self.own_generators = place["own"]
-            else:
-                same = blocks.replay(place["started"], place["witnesses"], finished=place["finished"])
-            if same and plan.over:
-                blocks.leftover()  # draws, where tails are carried
-        if not same:
-            plan.consumed, plan.over = 0, plan.total == 0 or plan.batches == self.max_batches
-            blocks = BlockSampler(self.sampler, plan, self.carried, self._size, self._own_generators)
-        self.lost_place = not same
-        # The base seed of the workers is drawn once more, without a trace on the sampler's generator.
-        assert self._owned is not None  # for the type checker: __iter__ made it
-        base = torch.Generator()
-        base.set_state(place["base_state"].cpu())
-        self._owned.generator = base
-        try:
-            return self._pass(blocks, place["base_state"])
-        finally:
-            self._owned.generator = self.loader.generator
-
-    def _pass(self, blocks: BlockSampler, base_state: torch.Tensor) -> Pass:
-        assert self._owned is not None  # for the type checker: __iter__ made it
-        self._source.current = blocks
-        return Pass(blocks, iter(self._owned), assembler(self.loader), self._size, base_state, self._handed_out)
+        plan.batches, plan.last_size, plan.consumed = place["batches"], place["last_size"], place["consumed"]
+        plan.over = place["over"] or (self.max_batches is not None and plan.batches >= self.max_batches)
+        plan.see(plan.consumed, more=True)
+        supply = self.kind.go_on(self._owned, plan, self._size, place)
+        self.lost_place = supply is None
+        if supply is None:
+            plan = self._fresh_plan()
+            plan.batches, plan.last_size = place["batches"], place["last_size"]
+            plan.over = plan.over or plan.batches == self.max_batches
+            supply = self.kind.begin(self._owned, plan, self._size, self.carried)
+        return Pass(supply, self.kind, self._size, place["base_state"], self._handed_out)
 
     @property
     def own_generators(self) -> list[torch.Tensor]:
         """The states of the loader's and the sampler's own generators."""
-        return [one.get_state() for one in self._own_generators]
+        return [one.get_state() for one in self.kind.generators]
 
     @own_generators.setter
     def own_generators(self, states: list[torch.Tensor]) -> None:
-        for one, state in zip(self._own_generators, states, strict=False):
+        for one, state in zip(self.kind.generators, states, strict=False):
             one.set_state(state.cpu())
 
-    @property
-    def _own_generators(self) -> list[torch.Generator]:
-        """Those of the loader and the sampler, each once."""
-        found = [getattr(owner, "generator", None) for owner in (self.loader, self.sampler)]
-        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
     def _fresh_plan(self) -> EpochPlan:
-        total = self.epoch_samples + len(self.carried)
+        unknown = self.available() is None
+        total = 0 if unknown else int(self.epoch_samples) + len(self.carried)
         limit = self._size.device_limit
-        return EpochPlan(total, self.initial_batch_size, self.tail, self.max_batches, device_limit=limit)
+        own = self.initial_batch_size
+        return EpochPlan(total, own, self.tail, self.max_batches, open=unknown, device_limit=limit)
+
+    def _nominal_length(self) -> int | float:
+        """Return the length of the user's loader, whatever the size in force and the limits of the Trainer."""
+        if self.kind.in_batches:
+            return self.kind.batches_left(EpochPlan(0, self.own_batch_size, "keep", open=True), self.own_batch_size)
+        samples = self.available()
+        samples = self.kind.hint() if samples is None else samples
+        if samples is None:
+            return math.inf
+        full, rest = divmod(samples, self.own_batch_size)
+        # Even where the user's loader would have none: no epoch is empty.
+        return full + (rest > 0 and not (self.drop_last and full > 0))
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and, once it is over, what the next one begins with."""
@@ -278,31 +293,5 @@ class ElasticLoader:
             self._latest = weakref.ref(begun)
         if begun.plan.over:
             self.carry_from(begun)
-
-
-class _CurrentBlocks:
-    """The batch sampler that the owned ``DataLoader`` is built with; each pass puts its own in."""
-
-    current: BlockSampler
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self.current)
-
-
-def _own(loader: ElasticLoader, source: _CurrentBlocks) -> DataLoader[Any]:
-    """Build the ``DataLoader`` that fetches the blocks, with all of the user's settings."""
-    user = loader.loader
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=source,  # an iterable of lists is all that it needs
-        num_workers=loader.num_workers,
-        collate_fn=block_collate(user),
-        pin_memory=user.pin_memory and not blocks_apart(user),
-        timeout=user.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=user.multiprocessing_context,
-        generator=user.generator,
-        prefetch_factor=user.prefetch_factor,
-        persistent_workers=user.persistent_workers,
-        pin_memory_device=user.pin_memory_device,
-    )
+            if self.ended is not None:
+                self.ended(begun)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_adabatch.loader.assembly import Assemble
-from lightning_adabatch.loader.blocks import BlockSampler, BlockStream, SizeInForce
+from lightning_adabatch.loader.sizes import SizeInForce
+from lightning_adabatch.loader.supply import Kind, Supply
 
 
 class Mark(NamedTuple):
@@ -20,19 +20,17 @@ class Mark(NamedTuple):
     batches: int
     last_size: int
     over: bool
-    started: bool  # whether the sampler had begun
-    finished: bool  # whether it had come to its end
+    supply: Any  # what the supply says of that moment
 
 
 class Pass(Iterator[Any]):
     """One pass over the data.
 
     Args:
-        blocks: What is asked of the workers.
-        source: The owned ``DataLoader``'s iterator.
-        assemble: Makes a batch of pieces of blocks.
+        supply: The samples.
+        kind: Of the data.
         size: Knows the batch size in force.
-        base_state: The state of the generator from which ``source`` drew its base seed.
+        base_state: The state of the generator from which the base seed was drawn.
         handed_out: Called with the pass after every batch.
 
     Attributes:
@@ -42,60 +40,51 @@ class Pass(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        blocks: BlockSampler,
-        source: Iterator[Any],
-        assemble: Assemble,
-        size: SizeInForce,
-        base_state: Tensor,
-        handed_out: Callable[[Pass], None],
+        self, supply: Supply, kind: Kind, size: SizeInForce, base_state: Tensor, handed_out: Callable[[Pass], None]
     ) -> None:
-        self.blocks = blocks
-        self.plan = blocks.plan
-        self._assemble = assemble
+        self.supply = supply
+        self.plan = supply.plan
+        self._kind = kind
         self._size = size
         self._base_state = base_state
         self._handed_out = handed_out
-        # Workers' random collate functions are seeded from this; torch draws it once a pass.
-        self._base_seed: int = source._base_seed  # type: ignore[attr-defined]
-        self._stream = BlockStream(source, blocks.in_flight)
         self.generator = torch.default_generator.get_state()
         self.mark()
 
     @property
     def source(self) -> Iterator[Any] | None:
         """The owned ``DataLoader``'s iterator; None once the pass is over or closed."""
-        return self._stream.source
+        return self.supply.stream.source
 
     @property
-    def length(self) -> int:
-        """Batches handed out, and those to come if the size in force stays."""
-        return self.plan.batches + self.plan.batches_left(self._size.batch_size)
+    def length(self) -> int | float:
+        """Batches handed out, and those to come if the size in force stays; ``math.inf`` where nobody knows."""
+        return self.plan.batches + self._kind.batches_left(self.plan, self._size.batch_size)
 
     def __next__(self) -> Any:
-        if self.plan.rest == 0:
+        plan, supply = self.plan, self.supply
+        wanted = self._size.batch_size
+        if plan.rest == 0:
             self.generator = torch.default_generator.get_state()
-        size = self.plan.hand_out(self._size.batch_size)
+            if not plan.over:
+                wanted = supply.prepare(wanted)
+        size = plan.hand_out(wanted)
         if size == 0:
-            self.blocks.finish()
+            supply.finish()
             self.release()
             raise StopIteration
-        self.blocks.blocks.note(size if self.plan.device_limit is None else self._size.device_size)
-        batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
+        batch = supply.assemble(supply.take(size), supply.base_seed + plan.batches)
         self._handed_out(self)
         return batch
+
+    def look_ahead(self) -> None:
+        """Find out whether a batch follows, where that could not be known when the last one was handed out."""
+        self.supply.look_ahead()
 
     def mark(self) -> None:
         """Remember that what was handed out was used, and that nothing else was begun."""
         plan = self.plan
-        self.marked = Mark(
-            plan.consumed,
-            plan.batches,
-            plan.last_size,
-            plan.over,
-            self.blocks.started is not None,
-            self.blocks.finished,
-        )
+        self.marked = Mark(plan.consumed, plan.batches, plan.last_size, plan.over, self.supply.mark())
 
     def state_dict(self, *, at_mark: bool) -> dict[str, Any]:
         """Return plain numbers, strings and tensors from which :class:`ElasticLoader` makes this pass again.
@@ -108,22 +97,15 @@ class Pass(Iterator[Any]):
             self.mark()
             mark, self.marked = self.marked, mark
         return {
-            "total": self.plan.total,
             "consumed": mark.consumed,
             "batches": mark.batches,
             "last_size": mark.last_size,
             "over": mark.over,
-            "carried": list(self.blocks.carried),
-            "sampler_epoch": self.blocks.sampler_epoch,
-            "order": self.blocks.order,
+            "carried": list(self.supply.carried),
             "base_state": self._base_state,
-            "started": self.blocks.started if mark.started else None,
-            "own": self.blocks.own_states(),
-            "finished": mark.finished,
-            "witnesses": self.blocks.witnesses(mark.consumed),
-            "blocks": self.blocks.blocks.state(),
+            **self.supply.state(mark.supply, mark.consumed),
         }
 
     def release(self) -> None:
         """Let go of the worker processes, unless they are persistent."""
-        self._stream.source = None
+        self.supply.stream.source = None

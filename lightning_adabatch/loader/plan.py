@@ -28,6 +28,7 @@ class EpochPlan:
         tail: What happens to the samples that do not fill a batch: one smaller batch, carried into the
             next pass, or dropped.
         max_batches: The pass ends after this many batches, or None.
+        open: More samples may follow than ``total``, the ones that are known: see :meth:`see`.
         device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
 
@@ -36,6 +37,7 @@ class EpochPlan:
         batches: Batches handed out, each part of one counts.
         last_size: Samples of the last batch, all parts together; 0 before the first.
         over: No batch follows.
+        unsized: It was open when it began.
         part: Which part of the batch was handed out last, from 1.
         part_size: Its samples.
         rest: Samples of the batch that are still to be handed out, in ``parts_left`` parts.
@@ -49,6 +51,7 @@ class EpochPlan:
     batches: int = 0
     last_size: int = 0
     over: bool = False
+    open: bool = False
     device_limit: int | None = None
     part: int = 0
     part_size: int = 0
@@ -57,12 +60,26 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         """A pass without samples or without batches is over before it starts."""
-        self.over = self.total == 0 or self.max_batches == 0
+        self.over = (self.total == 0 and not self.open) or self.max_batches == 0
+        self.unsized = self.open
 
     @property
     def left(self) -> int:
-        """Samples not handed out yet."""
+        """Samples not handed out yet, of those that are known."""
         return self.total - self.consumed
+
+    def horizon(self, size: int) -> int:
+        """Return the position up to which an open plan must see to hand out a batch of ``size``.
+
+        The batch itself; then the two samples that tell whether it is the last one or a single sample will be
+        left, or, where an incomplete batch is not trained, all of the next one.
+        """
+        return self.consumed + size + (2 if self.tail == "keep" else size)
+
+    def see(self, known: int, *, more: bool) -> None:
+        """Take note of the samples that are known of an open plan; without ``more`` they are all."""
+        if self.open:
+            self.total, self.open = known, more
 
     def next_size(self, size: int) -> int:
         """Return how many samples the next batch has when ``size`` are wanted; 0 if the pass is over."""
@@ -131,8 +148,10 @@ class EpochPlan:
         return size > 1 and size != self.own_size
 
     def _size_in_force(self, left: int) -> int:
-        # More is wanted than is left: the epoch goes on with the size that was in force.
-        return self.last_size if self.last_size <= left else 0
+        # More is wanted than is left: the epoch goes on with the size that was in force. One of unknown length
+        # may be shorter than its first batch: no epoch is empty.
+        size = left if self.unsized and self.last_size == 0 else self.last_size
+        return size if size <= left else 0
 
 
 @dataclass
@@ -153,7 +172,7 @@ class BlockPlan:
     """
 
     plan: EpochPlan
-    available: int
+    available: int | float
     dispatched: int = 0
     _recent: list[int] = field(default_factory=list)
     _first_size: int = 0
@@ -169,11 +188,15 @@ class BlockPlan:
         """Return the samples of the next block when ``size`` is in force; 0 when there is none to fetch now."""
         self._first_size = self._first_size or size
         self._moved = self._moved or size != self._first_size
-        block = min(self._border_beyond(self.dispatched, size), self.available) - self.dispatched
+        block = int(min(self.reach(size), self.available)) - self.dispatched
         if block < size and self.plan.tail != "keep" and not (self._moved or self.plan.device_limit):
             return 0  # a tail that nobody will see, unless the size changes: then it is asked for again
         self.dispatched += block
         return block
+
+    def reach(self, size: int) -> int:
+        """Return where the next block ends if there is enough to fetch."""
+        return self._border_beyond(self.dispatched, size)
 
     def state(self) -> list[int]:
         """Return what its guesses rest on."""

@@ -78,6 +78,8 @@ class Policy(ABC, Generic[State]):
     Attributes:
         requires: What is measured for this policy: ``"loss"``, ``"grad_norm_sq"``, both or nothing. What is
             not asked for is not computed.
+        uses_epochs: Whether the rule reads ``progress.epochs``, which is NaN for data without a length: there such
+            a policy is refused.
 
     Example:
         >>> from dataclasses import dataclass
@@ -92,6 +94,7 @@ class Policy(ABC, Generic[State]):
     """
 
     requires: frozenset[str] = frozenset({"loss"})
+    uses_epochs: bool = False
 
     def init(self) -> State:
         """Return the state before the first observation."""

@@ -57,6 +57,7 @@ class GeoDamp(Policy[None]):
     factor: float
     delay: float
     requires = frozenset()
+    uses_epochs = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -114,6 +115,11 @@ class Schedule(Policy[None]):
                     f"sizes has the batch size {size!r} at {point!r}; a batch size must be an integer >= 1."
                 )
         object.__setattr__(self, "sizes", dict(sorted(self.sizes.items())))
+
+    @property
+    def uses_epochs(self) -> bool:  # type: ignore[override]  # depends on the unit
+        """Whether the points count epochs."""
+        return self.unit == "epochs"
 
     def damping(self, state: None, progress: Progress) -> float:
         """Return the size of the last point reached, divided by the initial batch size."""

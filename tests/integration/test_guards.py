@@ -7,11 +7,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, adapt, fit, loader, quiet
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from lightning_adabatch import AdaptiveBatchSize
+from lightning_adabatch import AdaptiveBatchSize, GeoDamp
 from lightning_adabatch.loader import ElasticLoader
 
 
@@ -30,9 +31,11 @@ class OwnIterator(DataLoader):
         return super()._get_iterator()
 
 
-class Buckets(BatchSampler):
+class Buckets:
+    batch_size = property(lambda self: 4)
+
     def __iter__(self):
-        return super().__iter__()
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
 class Unsized(Sampler):
@@ -66,19 +69,19 @@ def refused(match, *, module=None, train=None, callbacks=(), ours=None, **kwargs
 
 DATA = Indexed(8)
 LOADERS = {
-    "iterable": (
-        lambda: DataLoader(Stream(), 4),
-        r"the iterable data set Stream yet\. What to do: use a map-style data set\.",
+    "iterable": (lambda: DataLoader(Stream(), 4), r"without a length and max_batch_size=None.* set max_batch_size"),
+    "no batches": (
+        lambda: DataLoader(DATA, batch_size=None),
+        r"batch_size=None\): it cannot change the batch size of it\. What to do: set a batch_size.* adapt='lr'",
     ),
-    "no batches": (lambda: DataLoader(DATA, batch_size=None), r"batch_size=None\)\. What to do: set a batch_size"),
     "own iter": (lambda: OwnIter(DATA, 4), "OwnIter, which overrides __iter__.* use a plain DataLoader"),
     "own iterator": (lambda: OwnIterator(DATA, 4), "OwnIterator, which overrides _get_iterator.* a plain DataLoader"),
     "own batch sampler": (
-        lambda: DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 4, drop_last=False)),
-        r"the batch sampler Buckets yet\. What to do: pass sampler=\.\.\. and batch_size=\.\.\.",
+        lambda: DataLoader(DATA, batch_sampler=Buckets()),
+        r"the batch sampler Buckets, which has no integer batch_size that can be set: .* pass sampler=\.\.\. and",
     ),
-    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "the batch sampler list yet"),
-    "no length": (lambda: DataLoader(DATA, 4, sampler=Unsized()), "the sampler Unsized, .* give it a __len__"),
+    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "the batch sampler list, which has no"),
+    "no length": (lambda: DataLoader(DATA, 4, sampler=Unsized()), "without a length and max_batch_size=None"),
     "any order": (lambda: DataLoader(DATA, 4, num_workers=1, in_order=False), "in_order=False.* remove in_order"),
     "not a loader": (Batches, r"the train loader Batches: .* pass a torch\.utils\.data\.DataLoader"),
 }
@@ -91,34 +94,31 @@ def test_refused_loaders(name, tmp_path):
     refused(match, train=make(), root=tmp_path)
 
 
-def test_several_loaders_are_refused(tmp_path):
-    """A dict of loaders is refused by their number, and the loaders are as they were."""
-    train = {"a": loader(8, 4), "b": loader(8, 2)}
-    refused("2 train loaders yet.* train on one DataLoader", train=train, root=tmp_path)
-    assert [type(one.batch_sampler) for one in train.values()] == [BatchSampler] * 2
+def several(mode, **sizes):
+    return CombinedLoader({name: loader(samples, 4) for name, samples in sizes.items()}, mode)
 
 
-FIXED_LOADERS = {
-    "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
-    "iterable": (lambda: DataLoader(Stream(), 4), r"Stream yet\. What to do: use a map-style data set\."),
-    "not a loader": (Batches, "the train loader Batches"),
-    "own batch sampler": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "the batch sampler list"),
+def beside_a_stream():
+    return {"a": loader(8, 4), "b": DataLoader(Stream(), 4)}
+
+
+SEVERAL = {
+    "sequential": (lambda: several("sequential", a=8, b=8), {}, {}, 'mode="sequential".* use the mode min_size'),
+    "stream": (beside_a_stream, {"max_batch_size": 8}, {}, "Stream with a length that nobody knows, beside other"),
+    "device limit": (lambda: several("min_size", a=8, b=8), {"max_device_batch_size": 4}, {}, "with micro-batches"),
+    "accumulated": (lambda: several("min_size", a=8, b=8), {}, {"accumulate_grad_batches": 2}, "with micro-batches"),
+    "share": (lambda: several("min_size", a=8, b=8), {}, {"limit_train_batches": 0.5}, "overfit_batches or a fraction"),
+    "overfit": (lambda: several("min_size", a=8, b=8), {}, {"overfit_batches": 1}, "overfit_batches or a fraction"),
+    "short first": (lambda: several("max_size", a=8, b=12), {}, {}, "put the loader with the most batches first"),
 }
 
 
-@pytest.mark.parametrize("name", FIXED_LOADERS)
-def test_adapt_lr_refuses_what_it_cannot_count(name, tmp_path):
-    """adapt="lr" needs a loader of which the batch size is known."""
-    make, match = FIXED_LOADERS[name]
-    refused(match, train=make(), ours=adapt(4, adapt="lr"), root=tmp_path)
-
-
-@pytest.mark.parametrize("kind", [OwnIter, OwnIterator])
-def test_adapt_lr_takes_loaders_that_iterate_in_their_own_way(kind, tmp_path):
-    """adapt="lr" leaves the loader alone, so what it overrides does not matter."""
-    module = Recorder()
-    fit(module, kind(DATA, 4), callbacks=[adapt(4, 8, adapt="lr")], epochs=1, root=tmp_path)
-    assert [(batch.size, batch.lr) for batch in module.batches] == [(4, 0.1), (4, 0.05)]
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_several_loaders_that_cannot_go_together(name, tmp_path):
+    """C49: what several loaders cannot do together is refused, and they are as they were."""
+    make, arguments, flags, match = SEVERAL[name]
+    refused(match, train=make(), ours=AdaptiveBatchSize(GeoDamp(2, 9), **arguments), root=tmp_path, **flags)
 
 
 class Replaces(pl.Callback):

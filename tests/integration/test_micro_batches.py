@@ -219,7 +219,7 @@ def test_resume_in_the_middle_of_an_update(hook, number, first, workers, tmp_pat
 
 
 def test_refused(tmp_path):
-    """Manual optimization, a scheduler with a frequency, and the -LR mode do not go together with micro-batches."""
+    """Manual optimization, and a scheduler with a frequency, do not go together with micro-batches."""
 
     class Manual(Recorder):
         def __init__(self):
@@ -236,7 +236,6 @@ def test_refused(tmp_path):
     for module, ours, flags, match in (
         (Manual(), adapt(8, **small), {}, "max_device_batch_size with manual optimization"),
         (Rare(), adapt(8, **small), {}, "a scheduler with a frequency other than 1"),
-        (Recorder(), AdaptiveBatchSize(adapt="lr"), {"accumulate_grad_batches": 2}, "with adapt='lr' yet"),
     ):
         with pytest.raises(MisconfigurationException, match=match):
             quiet([ours], root=tmp_path, **flags).fit(module, loader(16, 8))

@@ -29,9 +29,11 @@ LAYERS: dict[str, set[str]] = {
     "loader": {"generators"},
     "settings": {"controller", "limits", "loader", "meter", "policies"},
     "sinks": {"report"},
-    "guards": set(),
+    "guards": {"loader", "settings"},
+    "fixed": {"guards", "loader"},
     "bridge": {"generators", "loader", "ranks", "sinks", "validation"},
-    "data": {"bridge", "checkpoint", "controller", "guards", "loader", "ranks", "settings"},
+    "places": {"bridge", "checkpoint", "guards", "loader", "ranks"},
+    "data": {"bridge", "controller", "fixed", "guards", "loader", "places", "ranks", "settings"},
     "logbook": {"controller", "limits", "report", "sinks"},
     "update": {"meter"},
     "run": {

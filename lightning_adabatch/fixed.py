@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's own loaders, for ``adapt="lr"``: they are left alone, and only what they give is read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_adabatch.guards import refuse
+from lightning_adabatch.loader import iteration_of_its_own, kind_of, plain_batch_sampler
+
+
+class FixedLoaders:
+    """One or more loaders of any kind; the first one's batches are those that count.
+
+    Args:
+        loaders: As Lightning runs over them.
+    """
+
+    def __init__(self, loaders: Sequence[Any]) -> None:
+        self._first: Any = loaders[0] if loaders else None
+        self._several = len(loaders) > 1
+
+    @property
+    def initial_batch_size(self) -> int | None:
+        """Samples of a batch, or None where only a batch itself tells."""
+        for owner in (self._first, getattr(self._first, "batch_sampler", None)):
+            size = getattr(owner, "batch_size", None)
+            if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+                return size
+        return None
+
+    @property
+    def samples(self) -> int | None:
+        """Training samples, or None where nobody knows."""
+        loader = self._first
+        return kind_of(loader).hint() if isinstance(loader, DataLoader) and loader.batch_size is not None else None
+
+    def trained(self, batch: Any, batch_idx: int) -> int:
+        """Return the samples of a batch.
+
+        Raises:
+            MisconfigurationException: If neither the loader nor the batch tells.
+        """
+        loader, size = self._first, self.initial_batch_size
+        if size is not None and self._counts_plainly:
+            return max(0, min(size, len(loader.batch_sampler.sampler) - batch_idx * size))
+        if self._several:
+            batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+        try:
+            with warnings.catch_warnings():  # that it takes the first of several sizes, which is what it is to do
+                warnings.simplefilter("ignore")
+                return int(extract_batch_size(batch))
+        except MisconfigurationException:
+            if size is not None:
+                return size
+            raise refuse(
+                f"the train loader {type(loader).__name__}: neither it nor its batch, a {type(batch).__name__}, says "
+                "how many samples that has",
+                "give the loader an integer attribute batch_size, or let a batch hold a tensor with one row per sample",
+            ) from None
+
+    @property
+    def _counts_plainly(self) -> bool:
+        """Whether the samples of a batch follow from its number."""
+        loader = self._first
+        return (
+            not self._several
+            and isinstance(loader, DataLoader)
+            and not isinstance(loader.dataset, IterableDataset)
+            and iteration_of_its_own(loader) is None
+            and plain_batch_sampler(loader.batch_sampler)
+            and kind_of(loader).samples() is not None
+        )

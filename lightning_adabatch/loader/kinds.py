@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kind of data a loader has."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_adabatch.loader.groups import Groups
+from lightning_adabatch.loader.indices import Indices
+from lightning_adabatch.loader.streams import Stream
+from lightning_adabatch.loader.supply import Kind
+
+
+def kind_of(loader: DataLoader[Any]) -> Kind:
+    """Return the kind of a loader's data."""
+    if isinstance(loader.dataset, IterableDataset):
+        return Stream(loader)
+    return Indices(loader) if plain_batch_sampler(loader.batch_sampler) else Groups(loader)
+
+
+def plain_batch_sampler(batch_sampler: Any) -> bool:
+    """Whether a batch sampler only groups its sampler's indices: then it counts as its sampler."""
+    if not isinstance(batch_sampler, BatchSampler):
+        return False
+    method = type(batch_sampler).__iter__
+    # torchdata has one of its own, which groups in the same way and remembers where it is.
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    return method is BatchSampler.__iter__ or method is getattr(
+        getattr(torchdata, "BatchSampler", None), "__iter__", None
+    )
+
+
+def settable_batch_size(batch_sampler: Any) -> bool:
+    """Whether a batch sampler has an integer ``batch_size`` that can be set."""
+    size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        return False
+    try:
+        batch_sampler.batch_size = size
+    except AttributeError:
+        return False
+    return True
+
+
+def iteration_of_its_own(loader: Any) -> str | None:
+    """Return the method by which a ``DataLoader``'s subclass iterates in a way of its own, or None."""
+    torchdata = sys.modules.get("torchdata.stateful_dataloader")
+    known = (DataLoader, getattr(torchdata, "StatefulDataLoader", DataLoader))
+    for method in ("__iter__", "_get_iterator"):
+        if all(getattr(type(loader), method) is not getattr(kind, method) for kind in known):
+            return method
+    return None

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of samples as they arrive, and how as many as a batch needs are taken off them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lightning_adabatch.loader.parcel import Parcel, unpack
+
+
+class Piece(NamedTuple):
+    """Samples ``start`` to ``stop`` of a block of ``length``."""
+
+    block: Any
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is all of its block."""
+        return self.stop - self.start == self.length
+
+
+class BlockStream:
+    """Samples in order, taken off the blocks as they arrive.
+
+    Args:
+        source: Gives the blocks; None once there are no more to come.
+        length_of: Returns the samples of a block that ``source`` gave, called once for each, and the block itself.
+
+    Attributes:
+        held: Samples that arrived and were not taken.
+    """
+
+    def __init__(self, source: Iterator[Any], length_of: Callable[[Any], tuple[int, Any]]) -> None:
+        self.source: Iterator[Any] | None = source
+        self.held = 0
+        self._length_of = length_of
+        self._pieces: deque[Piece] = deque()
+
+    def pull(self) -> int:
+        """Let one more block arrive; return its samples, 0 if there is none."""
+        if self.source is None:
+            raise RuntimeError(
+                "This pass over the data was closed. With persistent_workers=True a loader has one pass at a time: to "
+                "look at a batch while an epoch runs, use a DataLoader of your own, or persistent_workers=False."
+            )
+        try:
+            arrived = next(self.source)
+        except StopIteration:
+            return 0
+        length, block = self._length_of(arrived)
+        self._pieces.append(Piece(unpack(block) if isinstance(block, Parcel) else block, 0, length, length))
+        self.held += length
+        return length
+
+    def take(self, size: int) -> list[Piece]:
+        """Return the next ``size`` samples as pieces of blocks."""
+        taken: list[Piece] = []
+        while size > 0:
+            if not self._pieces and self.pull() == 0:  # would pass for the end of the epoch
+                raise RuntimeError("The DataLoader ended before its epoch did: this is a fault of lightning_adabatch.")
+            piece = self._pieces.popleft()
+            samples = piece.stop - piece.start
+            if samples > size:  # a block that is a batch, as all are while the size stays, is taken as it is
+                cut = piece.start + size
+                self._pieces.appendleft(piece._replace(start=cut))
+                piece, samples = piece._replace(stop=cut), size
+            taken.append(piece)
+            size -= samples
+            self.held -= samples
+        return taken

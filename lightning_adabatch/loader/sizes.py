@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch size in force, shared by a loader and its passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+class SizeInForce:
+    """The batch size in force.
+
+    Args:
+        samples: Returns how many samples the data has; None where nobody knows.
+        max_samples: No pass has more samples, or None.
+        wanted: Samples per batch that are asked for.
+        device_limit: Samples of one part of a batch at most, or None.
+
+    Attributes:
+        agreed: What all ranks have of the samples; None for all.
+        epoch_samples: Samples of one pass, carried ones apart; ``math.inf`` where nobody knows.
+        batch_size: Samples of the next batch, the epoch's tail apart; never more than one epoch holds.
+        device_size: Samples of its first part; all of it where it has but one.
+    """
+
+    def __init__(
+        self,
+        samples: Callable[[], int | None],
+        max_samples: int | None,
+        wanted: int,
+        device_limit: int | None = None,
+    ) -> None:
+        self.device_limit = device_limit
+        self.agreed: int | None = None
+        self._samples = samples
+        self.max_samples = max_samples
+        self.set(wanted)
+
+    def set(self, wanted: int) -> None:
+        """Ask for another size."""
+        self._wanted = wanted
+        self.refresh()
+
+    def available(self) -> int | None:
+        """Return the samples that are used; None where nobody knows."""
+        samples = self._samples()
+        return samples if self.agreed is None or samples is None else min(samples, self.agreed)
+
+    def refresh(self) -> None:
+        """Look at the length of the data again: it may change from one pass to the next."""
+        known = [count for count in (self.available(), self.max_samples) if count is not None]
+        samples = self.epoch_samples = min(known, default=math.inf)
+        size = self.batch_size = int(min(self._wanted, samples)) if samples else self._wanted
+        self.device_size = size if self.device_limit is None else -(-size // -(-size // self.device_limit))
