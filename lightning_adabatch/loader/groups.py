@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,6 +37,7 @@ class GroupSampler:
         ended: Whether the batch sampler has come to its end.
         started: The generators' state when it began; None before.
         history: How many groups in a row were asked for with which size.
+        name: Of the batch sampler's class.
     """
 
     def __init__(self, batch_sampler: Any, plan: EpochPlan, size: SizeInForce, own: list[torch.Generator]) -> None:
@@ -45,6 +47,7 @@ class GroupSampler:
         self.ended = False
         self.started: dict[str, Any] | None = None
         self.history: list[list[int]] = []
+        self.name = type(batch_sampler).__name__
         self._batch_sampler = batch_sampler
         self._plan = plan
         self._size = size
@@ -150,6 +153,8 @@ class GroupSupply(Supply):
         group = sampler.groups.popleft()
         far = self._samples is not None and self._samples - sampler.drawn >= 2 * size
         follows = bool(sampler.groups) or far or sampler.draw(size)
+        if not follows:
+            self._check_end()
         end = self.plan.consumed + group
         follows = follows and (self._size.max_samples is None or end < self._size.max_samples)
         self.plan.own_size = group  # it stands as it is, whatever is left
@@ -162,6 +167,19 @@ class GroupSupply(Supply):
         if not (plan.over or plan.rest or sampler.groups or sampler.draw(self._size.batch_size)):
             plan.see(plan.consumed, more=False)
             plan.over = True
+            self._check_end()
+
+    def _check_end(self) -> None:
+        """Warn of a batch sampler that takes its batch size for constant, and so loses or repeats samples."""
+        sampler = self._sampler
+        if len(sampler.history) > 1 and self._samples not in {None, sampler.drawn}:
+            name = sampler.name
+            warnings.warn(
+                f"{name} gave {sampler.drawn} samples of {self._samples} in an epoch in which its batch_size changed. "
+                f"If it is to give each one once, read {name}.batch_size once for each batch, and go on from where "
+                "that batch ended.",
+                stacklevel=2,
+            )
 
     def mark(self) -> dict[str, Any] | None:
         """Return the generators' state when the batch sampler began, None before."""

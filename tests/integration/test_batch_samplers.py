@@ -164,3 +164,17 @@ def test_tail_is_refused(tail, tmp_path):
     with pytest.raises(MisconfigurationException, match=f"tail='{tail}' with the batch sampler Buckets.* remove tail"):
         train(module, Buckets(60, 3, 4), ours=adapt(4, 8, tail=tail), root=tmp_path)
     assert module.batches == []
+
+
+def test_batch_sampler_that_takes_its_size_for_constant(tmp_path):
+    """One that loses samples when its size changes is named at the epoch's end, with what to do."""
+
+    class Strides(Buckets):
+        def __iter__(self):
+            for start in range(0, self.samples, self.batch_size):
+                yield list(range(start, min(start + self.batch_size, self.samples)))
+
+    module = Recorder()
+    with pytest.warns(UserWarning, match=r"Strides gave .* of 60 in an epoch in which .* batch_size once for each"):
+        train(module, Strides(60, 1, 4), 4, 3, epochs=1, root=tmp_path)
+    assert sum(module.sizes) < 60
