@@ -175,6 +175,6 @@ def test_batch_sampler_that_takes_its_size_for_constant(tmp_path):
                 yield list(range(start, min(start + self.batch_size, self.samples)))
 
     module = Recorder()
-    with pytest.warns(UserWarning, match=r"Strides gave .* of 60 in an epoch in which .* batch_size once for each"):
+    with pytest.warns(UserWarning, match=r"Strides gave .* of 60 in an epoch in which .*batch_size once for each"):
         train(module, Strides(60, 1, 4), 4, 3, epochs=1, root=tmp_path)
     assert sum(module.sizes) < 60
