@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 Array = NDArray[np.float64]
-#: The second factor of a term is a power of log(1/ε); bounds are pairs of exponents of (1/ε, log(1/ε)).
+#: The exponents of 1/ε and of log(1/ε).
 Bound = tuple[float, float]
 #: From a measured error of each repetition to the batch size of each; None stands for the full gradient.
 Sizes = Callable[[Array], NDArray[np.int64]]
@@ -90,9 +92,29 @@ class Problem:
         return float(self.error(self.start[None])[0])
 
     @property
+    def c(self) -> float:
+        """The constant of Eq. 3 or Eq. 4, from B0."""
+        return self.initial_batch_size * self.first_error ** (2 if self.tail else 1)
+
+    @property
+    def alpha(self) -> float:
+        """The PL constant of a quadratic."""
+        return float(self.curvatures[self.curvatures > 0].min())
+
+    @property
+    def beta(self) -> float:
+        """The smoothness; the first coordinate's second derivative is -1 at its largest."""
+        return float(self.curvatures.max())
+
+    @property
     def variance(self) -> float:
         """The mean of ‖ξ_i‖²: the variance of one sample's gradient, at any w."""
         return float((self.noise**2).sum(axis=1).mean())
+
+    @property
+    def m_sq(self) -> float:
+        """M² = variance + ‖∇F‖² as the theorems want it: M_U², at the start, or M_L², where ∇F is 0."""
+        return self.variance + (0.0 if self.tail else float((self.gradient(self.start[None]) ** 2).sum()))
 
 
 def centred(rng: np.random.Generator, scales: Array, variance: float) -> Array:
@@ -114,9 +136,9 @@ def strongly_convex() -> Problem:
 def convex() -> Problem:
     """Return a quadratic whose curvatures go down to 1e-8, evenly on a log scale: gradient descent's loss is ~ 1/k."""
     curvatures = np.geomspace(1.0, 1e-8, 33)
-    noise = centred(np.random.default_rng(2), np.sqrt(curvatures), 4.0)
+    noise = centred(np.random.default_rng(2), np.sqrt(curvatures), 33.0)
     bounds = {COUNTS[0]: ((2.0, 0.0), (1.0, 0.0), (1.0, 0.0)), COUNTS[1]: ((2.0, 0.0), (2.0, 0.0), (1.0, 0.0))}
-    return Problem("convex", curvatures, 0.0, np.ones(33), noise, 8, averaged=True, bounds=bounds)
+    return Problem("convex", curvatures, 0.0, np.ones(33), noise, 32, averaged=True, bounds=bounds)
 
 
 def smooth() -> Problem:
@@ -130,27 +152,32 @@ def smooth() -> Problem:
 
 def steps(problem: Problem, method: str) -> Callable[[int], float]:
     """Return the step size of update k = 0, 1, … that the theorem for this class and method prescribes."""
-    beta = float(problem.curvatures.max())
+    alpha, beta, relative = problem.alpha, problem.beta, problem.m_sq / problem.c
     if method == "gradient descent":
         return lambda _: 1 / beta
-    first = problem.first_error
-    sigma_sq = problem.variance  # M²(w) = σ² + ‖∇F(w)‖² is smallest at a stationary point, and here largest at the start
-    m_sq = sigma_sq + float((problem.gradient(problem.start[None]) ** 2).sum())
-    c = problem.initial_batch_size * first
     if problem.tail:
-        c *= first
         if method == "adaptive":
-            return lambda _: c / (beta * (c + sigma_sq))
-        return lambda k: 1 / (beta + math.sqrt(2 * sigma_sq * (k + 1)))
+            return lambda _: 1 / (beta * (1 + relative))
+        return lambda k: 1 / (beta + math.sqrt(2 * problem.variance * (k + 1)))
     if problem.averaged:
         if method == "adaptive":
-            return lambda _: 1 / (beta + m_sq / c)
+            return lambda _: 1 / (beta + relative)
         radius_sq = float((problem.start**2).sum())
-        return lambda k: 1 / (beta + math.sqrt(sigma_sq / radius_sq * (k + 1) / 2))
-    alpha = float(problem.curvatures[problem.curvatures > 0].min())
+        return lambda k: 1 / (beta + math.sqrt(problem.variance / radius_sq * (k + 1) / 2))
     if method == "adaptive":
-        return lambda _: alpha / (beta * (alpha + m_sq / (2 * c)))
+        return lambda _: alpha / (beta * (alpha + relative / 2))
     return lambda k: min(1 / beta, (2 * k + 1) / (2 * alpha * (k + 1) ** 2))
+
+
+def allowed(problem: Problem, levels: Array) -> Array:
+    """Return how many updates theorem 1, 2 or 3 allows adaptive batch sizes, its constants included."""
+    relative = problem.m_sq / problem.c
+    if problem.tail:
+        first_loss = (1 + problem.start[0] ** 2) ** (-problem.tail / 2) / problem.tail
+        return 2 * first_loss * problem.beta * (relative + 1) / levels**2
+    if problem.averaged:
+        return (float((problem.start**2).sum()) * (problem.beta + relative) + problem.first_error) / levels
+    return np.log(problem.first_error / levels) * problem.beta * (problem.alpha + relative / 2) / problem.alpha**2
 
 
 @dataclass(frozen=True)
@@ -233,9 +260,10 @@ def slope(x: Array, y: Array) -> float:
     return float(x @ y / (x @ x))
 
 
-def exponent(levels: Array, counts: Array) -> float:
-    """Return p of counts ~ (1/ε)^p."""
-    return slope(-np.log(levels), np.log(counts))
+def exponent(levels: Array, counts: Array, log_power: float = 0.0) -> float:
+    """Return p of counts ~ (1/ε)^p log(1/ε)^log_power."""
+    logs = -np.log(levels)
+    return slope(logs, np.log(counts / logs**log_power))
 
 
 def per_e_fold(levels: Array, counts: Array) -> float:
@@ -319,7 +347,7 @@ def rates(problem: Problem, method: str, curves: Curves, levels: Array, seed: in
     found = []
     for row, count in enumerate(COUNTS):
         bound = problem.bounds[count][METHODS.index(method)]
-        fit = per_e_fold if bound[0] == 0 else exponent
+        fit = per_e_fold if bound[0] == 0 else functools.partial(exponent, log_power=bound[1])
         reached = np.isfinite(measured[row])
         used = levels[reached]
         low, high = np.nanpercentile([fit(levels, each[row]) for each in again], [2.5, 97.5])
@@ -335,7 +363,7 @@ def rates(problem: Problem, method: str, curves: Curves, levels: Array, seed: in
 #: Per class: the largest ε, and per method the decades below it, in a full run and in a quick one.
 RANGES = {
     "α-PL": (1e-2, {"SGD": (3.0, 1.5), "adaptive": (3.0, 2.0), "gradient descent": (3.0, 2.0)}),
-    "convex": (1e-1, {"SGD": (2.5, 1.0), "adaptive": (3.0, 1.5), "gradient descent": (3.0, 1.5)}),
+    "convex": (1e-2, {"SGD": (2.0, 0.7), "adaptive": (2.5, 1.0), "gradient descent": (2.5, 1.0)}),
     "smooth": (1.6e-1, {"SGD": (1.2, 0.5), "adaptive": (2.0, 1.0), "gradient descent": (2.0, 1.0)}),
 }
 
@@ -351,8 +379,26 @@ def measure(*, quick: bool, repetitions: int) -> list[Rate]:
             count = 1 if method == "gradient descent" else repetitions
             seed = 10 * number + index
             curves = simulate(problem, method, count, 20_000_000, 0.98 * levels[-1], seed)
+            print(problem.name, method, curves.updates[-1], time.perf_counter())
             found += rates(problem, method, curves, levels, seed)
     return found
+
+
+def shares(found: list[Rate]) -> str:
+    """Say how much adaptive batch sizes took of what the theorems and corollaries 1 to 3 allow, at the worst ε."""
+    lines = []
+    for number, problem in enumerate((strongly_convex(), convex(), smooth()), 1):
+        updates, gradients = (
+            next(r for r in found if (r.problem, r.method, r.count) == (problem.name, "adaptive", count))
+            for count in COUNTS
+        )
+        most = allowed(problem, updates.levels)
+        share = np.nanmax(updates.counts / most)
+        lines.append(f"{problem.name}: at most {share:.3f} of the updates of theorem {number}")
+        for what, power in (("", 1),) if number < 3 else (("", 1), (" with ε² for its last ε", 2)):
+            share = np.nanmax(gradients.counts / (4 * problem.c * most / gradients.levels**power))
+            lines[-1] += f", {share:.3f} of the gradients of corollary {number}{what}"
+    return "\n".join(lines)
 
 
 def table(found: list[Rate]) -> str:
@@ -412,6 +458,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"{options.repetitions} repetitions, numpy {np.__version__}, Python {platform.python_version()}")
     print(table(found))
+    print(shares(found))
     draw(found, options.out / "rates.png")
     save(found, options.out / "rates.csv")
     print(f"Wrote {options.out / 'rates.png'} and {options.out / 'rates.csv'}.")
