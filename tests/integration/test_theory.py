@@ -140,3 +140,19 @@ def test_quick_run(tmp_path):
     with (tmp_path / "rates" / "rates.csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert {(line["class"], line["count"], line["method"]) for line in lines} == set(cells)
+
+
+def test_the_documented_table_is_the_committed_run():
+    """Each exponent and interval of docs/theory.md is that of docs/theory/rates.csv."""
+    docs = BENCHMARKS.parent / "docs"
+    with (docs / "theory" / "rates.csv").open(encoding="utf-8") as file:
+        fits = {(line["class"], line["count"], line["method"]): line for line in csv.DictReader(file)}
+    text = (docs / "theory.md").read_text(encoding="utf-8")
+    for cell, line in fits.items():
+        row = r" +\| ".join(cell)
+        (measured,) = re.findall(rf"^\| {row} +\| [^|]+\| ([^|]+?) *\|", text, re.MULTILINE)
+        numbers = [float(number) for number in re.findall(r"\d+\.\d+", measured)]
+        digits = 1 if "e-fold" in measured else 2
+        expected = [round(float(line[name]), digits) for name in ("fit", "low", "high")]
+        assert numbers == pytest.approx(expected[: len(numbers)], abs=0.6 * 10**-digits)
+        assert len(numbers) == (1 if cell[2] == "gradient descent" else 3)
