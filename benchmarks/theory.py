@@ -31,8 +31,6 @@ from matplotlib import pyplot as plt
 Array = NDArray[np.float64]
 #: The exponents of 1/ε and of log(1/ε).
 Bound = tuple[float, float]
-#: From a measured error of each repetition to the batch size of each; None stands for the full gradient.
-Sizes = Callable[[Array], NDArray[np.int64]]
 
 SAMPLES = 200
 METHODS = ("SGD", "adaptive", "gradient descent")
@@ -166,18 +164,15 @@ def steps(problem: Problem, method: str, horizon: int) -> Callable[[int], float]
     if method == "gradient descent":
         return lambda _: 1 / beta
     if problem.tail:
-        fixed = 1 / (beta * (1 + relative))
-        return (
-            (lambda _: fixed)
-            if method == "adaptive"
-            else (lambda k: 1 / (beta + math.sqrt(2 * problem.variance * (k + 1))))
-        )
+        if method == "adaptive":
+            return lambda _: 1 / (beta * (1 + relative))
+        variance = problem.variance
+        return lambda k: 1 / (beta + math.sqrt(2 * variance * (k + 1)))
     if problem.averaged:
         inverse = relative if method == "adaptive" else math.sqrt(problem.variance / problem.radius_sq * horizon / 2)
         return lambda _: 1 / (beta + inverse)
-    if method == "adaptive":
-        return lambda _: alpha / (beta * (alpha + relative / 2))
-    return lambda k: min(1 / beta, (2 * k + 1) / (2 * alpha * (k + 1) ** 2))
+    step = alpha / (beta * (alpha + relative / 2))
+    return lambda k: step if method == "adaptive" else min(1 / beta, (2 * k + 1) / (2 * alpha * (k + 1) ** 2))
 
 
 def allowed(problem: Problem, levels: Array) -> Array:
@@ -185,10 +180,13 @@ def allowed(problem: Problem, levels: Array) -> Array:
     relative = problem.m_sq / problem.c
     if problem.tail:
         first_loss = (1 + problem.start[0] ** 2) ** (-problem.tail / 2) / problem.tail
-        return 2 * first_loss * problem.beta * (relative + 1) / levels**2
-    if problem.averaged:
-        return (problem.radius_sq * (problem.beta + relative) + problem.first_error) / levels
-    return np.log(problem.first_error / levels) * problem.beta * (problem.alpha + relative / 2) / problem.alpha**2
+        updates: Array = 2 * first_loss * problem.beta * (relative + 1) / levels**2
+    elif problem.averaged:
+        updates = (problem.radius_sq * (problem.beta + relative) + problem.first_error) / levels
+    else:
+        rate = problem.alpha**2 / (problem.beta * (problem.alpha + relative / 2))
+        updates = np.log(problem.first_error / levels) / rate
+    return updates
 
 
 @dataclass(frozen=True)
@@ -341,9 +339,8 @@ class Rate:
         decades = f"{math.log10(there[0] / there[-1]):.1f}" if len(there) else "0"
         if self.logarithmic:
             straight = straightness(self.levels, self.counts)
-            fit = f"{self.fit:.1f} per e-fold" + (
-                "" if self.low == self.high else f" [{self.low:.1f}, {self.high:.1f}]"
-            )
+            spread = spread and f" [{self.low:.1f}, {self.high:.1f}]"
+            fit = f"{self.fit:.1f} per e-fold{spread}"
             verdict = f"a line in log(1/ε): R² = {straight:.4f}" if straight > 0.99 else f"no line: R² = {straight:.4f}"
             return [self.problem, self.count, self.method, bound, fit, f"{self.late:.1f}", decades, verdict]
         if math.isnan(self.fit):
@@ -429,13 +426,8 @@ def shares(found: list[Rate]) -> str:
 def table(found: list[Rate]) -> str:
     """Return the table of exponents in Markdown."""
     head = ["class", "count", "method", "Table 1", "measured [95 %]", "smaller ε", "decades", "verdict"]
-    rows = [
-        head,
-        *(
-            rate.row()
-            for rate in sorted(found, key=lambda rate: (list(RANGES).index(rate.problem), COUNTS.index(rate.count)))
-        ),
-    ]
+    ordered = sorted(found, key=lambda rate: (list(RANGES).index(rate.problem), COUNTS.index(rate.count)))
+    rows = [head, *(rate.row() for rate in ordered)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
