@@ -109,7 +109,7 @@ def test_a_state_says_where_the_run_stands():
         "batch_size": 10,
         "lr_factor": 10 / 16,
         "damping": 2.0,
-        "latest": [0.5, None, 8],
+        "latest": [0.5, None, 8, None],
     }
 
 
