@@ -126,6 +126,18 @@ def test_everything_that_is_read_comes_back():
     assert isinstance(controller.state, Seen)
 
 
+def test_an_observation_of_an_older_version_is_read():
+    """A checkpoint from before there were variances has three numbers for the last observation."""
+    first, second = (Loop(Doubling(), Limits(8, 64)) for _ in range(2))
+    first.step(Observation(0.5, 2.0, 8, -0.25))
+    state = first.controller.state_dict()
+    assert state["latest"] == [0.5, 2.0, 8, -0.25]
+    second.controller.load_state_dict(state)
+    assert second.controller.latest == Observation(0.5, 2.0, 8, -0.25)
+    second.controller.load_state_dict({**state, "latest": [0.5, 2.0, 8]})
+    assert second.controller.latest == Observation(0.5, 2.0, 8, None)
+
+
 def test_a_run_without_an_observation_goes_on_without_one():
     """Nothing was observed: nothing is, and the measuring policy's damping stays 1."""
     first, second = (Loop(Doubling(), Limits(8, 64)) for _ in range(2))
