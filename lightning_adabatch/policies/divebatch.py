@@ -30,8 +30,8 @@ class DiveBatch(Policy[DiveBatchState]):
         {\lVert \operatorname{mean}_i \nabla f_i(w) \rVert_2^2}, \qquad
         \text{damping} = \text{delta} \cdot n \Delta(w_k) / B_0
 
-    n Δ is 1 where all samples have the same gradient and n where their gradients are orthogonal and of one length;
-    it is 1 plus the gradient noise scale. The size is absolute: the batch moves to it from any B0.
+    n Δ is 1 where all samples have the same gradient, n where their gradients are orthogonal, and larger where they
+    cancel; it is 1 plus the gradient noise scale. The size is absolute: the batch moves to it from any B0.
 
     Args:
         delta: The batch size relative to n Δ; finite, > 0.
