@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING
 
 from lightning_adabatch.callback import AdaptiveBatchSize
 from lightning_adabatch.policies import (
+    CABS,
+    AdaDamp,
     Constant,
+    DiveBatch,
     ExponentialDamp,
     GeoDamp,
     GradNormDamp,
+    NoiseScale,
+    NormTest,
     Observation,
     Policy,
     PolynomialDamp,
@@ -20,12 +25,17 @@ from lightning_adabatch.policies import (
 if TYPE_CHECKING:
     __version__: str
 
-__all__ = [
+__all__ = [  # noqa: RUF022  # as sorted() has it
+    "AdaDamp",
     "AdaptiveBatchSize",
+    "CABS",
     "Constant",
+    "DiveBatch",
     "ExponentialDamp",
     "GeoDamp",
     "GradNormDamp",
+    "NoiseScale",
+    "NormTest",
     "Observation",
     "Policy",
     "PolynomialDamp",

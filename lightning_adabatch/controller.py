@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from lightning_adabatch.limits import Decision, Limits
-from lightning_adabatch.policies import Observation, Policy, Progress, dump_state, load_state
+from lightning_adabatch.policies import OBSERVED, Observation, Policy, Progress, dump_state, load_state
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,13 @@ class Controller:
         observe: Returns the observations since the last decision, oldest first. Called once per decision: it
             may copy from a device.
         notify: Takes what the user should be told; called once per kind of message.
+        evaluate: Measures what a policy needs for a decision beyond the observations, by name. Not needed for
+            a policy that asks for nothing of the kind.
 
     Attributes:
         updates: Model updates so far.
         samples: Training samples processed so far.
-        skipped: Batches without an update, and observations that were not finite.
+        skipped: Batches without an update, and observations and evaluations that were not finite.
         decision: What the next update uses.
         state: The policy's.
         latest: The last finite observation, or None.
@@ -62,6 +64,7 @@ class Controller:
         training_samples: int | None,
         observe: Callable[[], Sequence[Observation]],
         notify: Callable[[str], None],
+        evaluate: Callable[[frozenset[str]], Mapping[str, float]] | None = None,
     ) -> None:
         self.policy = policy
         self.limits = limits
@@ -69,6 +72,7 @@ class Controller:
         self.training_samples = training_samples
         self._observe = observe
         self._notify = notify
+        self._evaluate = evaluate or _cannot_evaluate
         self._said: set[str] = set()
         self.updates = 0
         self.samples = 0
@@ -88,7 +92,12 @@ class Controller:
         if initial is not None:  # B0 itself may be more than one epoch holds
             self.decision = initial
         if self.cadence.due(0):
-            self._decide(learning_rate)
+            before = self._place()
+            try:
+                self._decide(learning_rate)
+            except BaseException:
+                self._return_to(before)
+                raise
         return self.decision
 
     def end_batch(self, trained: int, *, updated: bool, learning_rate: Callable[[], float]) -> Decision:
@@ -96,7 +105,7 @@ class Controller:
 
         ``learning_rate`` is asked only for a decision: reading it may wait for a device.
         """
-        before = self.updates, self.samples, self.skipped, self.state, self.latest, self.decision
+        before = self._place()
         try:
             self.samples += trained
             if updated:
@@ -107,7 +116,7 @@ class Controller:
             else:
                 self.skipped += 1
         except BaseException:  # a policy that raises, or Ctrl-C while a device is waited for: all of it or nothing
-            self.updates, self.samples, self.skipped, self.state, self.latest, self.decision = before
+            self._return_to(before)
             raise
         return self.decision
 
@@ -135,7 +144,7 @@ class Controller:
             "batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
             "damping": self.decision.damping,
-            "latest": None if latest is None else [latest.loss, latest.grad_norm_sq, latest.batch_size],
+            "latest": None if latest is None else list(astuple(latest)),
             "policy": dump_state(self.policy, self.state),
         }
 
@@ -154,9 +163,15 @@ class Controller:
             decision = replace(decision, batch_size=self.limits.bound(state["batch_size"]))
         self.decision = decision
 
+    def _place(self) -> tuple[int, int, int, Any, Observation | None, Decision]:
+        return self.updates, self.samples, self.skipped, self.state, self.latest, self.decision
+
+    def _return_to(self, place: tuple[int, int, int, Any, Observation | None, Decision]) -> None:
+        self.updates, self.samples, self.skipped, self.state, self.latest, self.decision = place
+
     def _take(self, observations: Sequence[Observation]) -> None:
         for observation in observations:
-            measured = (observation.loss, observation.grad_norm_sq)
+            measured = (observation.loss, observation.grad_norm_sq, observation.grad_variance)
             if all(value is None or math.isfinite(value) for value in measured):
                 self.state = self.policy.update(self.state, observation)
                 self.latest = observation
@@ -164,8 +179,8 @@ class Controller:
                 self.skipped += 1
 
     def _decide(self, learning_rate: Callable[[], float]) -> None:
-        if self.policy.requires and self.latest is None:
-            return  # nothing observed yet: the damping of a measuring policy is 1
+        if self.policy.requires & OBSERVED and self.latest is None:
+            return  # nothing observed yet: the damping of a policy that observes is 1
         progress = Progress(
             updates=self.updates,
             samples=self.samples,
@@ -175,6 +190,14 @@ class Controller:
             cap=self.limits.cap,
             learning_rate=learning_rate(),
         )
+        needed = self.policy.needs(self.state, progress)
+        if needed:
+            measured = self._evaluate(needed)
+            if not all(math.isfinite(measured[name]) for name in needed):
+                self.skipped += 1
+                return  # no information: the decision stands
+            progress = replace(progress, measured=measured)
+            self.state = self.policy.take(self.state, progress)
         damping = self.policy.damping(self.state, progress)
         decision = self.limits.decide(damping)
         notice = self.policy.notice(self.state)
@@ -193,6 +216,13 @@ class Controller:
         if kind not in self._said:
             self._said.add(kind)
             self._notify(message)
+
+
+def _cannot_evaluate(names: frozenset[str]) -> Mapping[str, float]:
+    raise ValueError(
+        f"the policy needs {', '.join(sorted(names))} for a decision, and this controller measures observations alone. "
+        "Give it a function that measures them as evaluate."
+    )
 
 
 def _ignore(message: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_adabatch.policies import Observation
 
-#: What a policy can ask for in ``requires``.
+#: What the meter knows of what a policy can ask for in ``requires``.
 MEASURES = frozenset({"loss", "grad_norm_sq"})
 
 # This many scalars are kept one by one before they are put into one tensor.

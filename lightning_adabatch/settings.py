@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_adabatch.controller import Cadence
 from lightning_adabatch.limits import Limits, LRScaling, round_down, round_up
 from lightning_adabatch.loader import Tail
-from lightning_adabatch.meter import MEASURES
-from lightning_adabatch.policies import Policy
+from lightning_adabatch.policies import EVALUATED, OBSERVED, Policy
 
+_MEASURED = OBSERVED | EVALUATED
 _MOST = 2**62  # beyond any data set, and every ratio of such numbers is a float
 
 Adapt = Literal["batch_size", "lr"]
@@ -118,13 +118,13 @@ class Settings:
         if not isinstance(requires, (set, frozenset)) or not all(isinstance(name, str) for name in requires):
             raise ValueError(
                 f"{type(self.policy).__name__}.requires={requires!r} must be a frozenset of names out of "
-                f"{', '.join(sorted(MEASURES))}."
+                f"{', '.join(sorted(_MEASURED))}."
             )
-        unknown = sorted(requires - MEASURES)
+        unknown = sorted(requires - _MEASURED)
         if unknown:
             raise ValueError(
                 f"{type(self.policy).__name__}.requires asks for {', '.join(unknown)}; what can be measured is "
-                f"{', '.join(sorted(MEASURES))}. Take the others out of requires."
+                f"{', '.join(sorted(_MEASURED))}. Take the others out of requires."
             )
 
     def _check_only_lr_moves(self) -> None:

@@ -6,10 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_adabatch import (
+    CABS,
+    AdaDamp,
     Constant,
+    DiveBatch,
     ExponentialDamp,
     GeoDamp,
     GradNormDamp,
+    NoiseScale,
+    NormTest,
     Policy,
     PolynomialDamp,
     RadaDamp,
@@ -25,4 +30,13 @@ SETTINGS: dict[str, Policy[Any]] = {
     "ExponentialDamp": ExponentialDamp(rate=1.05),
     "Schedule": Schedule({0: 4, 0.4: 7, 1.7: 16}, unit="epochs"),
     "Constant": Constant(),
+}
+
+#: The same for those that ask for more than a loss and a gradient norm. The learning rate is 0.1.
+MEASURING: dict[str, Policy[Any]] = {
+    "AdaDamp": AdaDamp(optimal_loss=0.01, fraction=0.5),
+    "NoiseScale": NoiseScale(rho=0.6, scale=2.0, warmup=2),
+    "CABS": CABS(rho=0.6, scale=10.0, warmup=2),
+    "NormTest": NormTest(theta=0.7, rho=0.6, warmup=2),
+    "DiveBatch": DiveBatch(delta=2.0, every=0.4, fraction=0.5),
 }

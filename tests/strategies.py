@@ -22,6 +22,7 @@ observations = st.builds(
     loss=numbers(-5.0, 20.0) | st.floats(width=32, allow_nan=False, allow_infinity=False),
     grad_norm_sq=numbers(0.0, 100.0) | st.floats(0.0, width=32, allow_infinity=False).map(lambda norm: norm * norm),
     batch_size=st.integers(1, 4096),
+    grad_variance=st.none() | numbers(-10.0, 1000.0) | st.floats(width=32, allow_nan=False, allow_infinity=False),
 )
 
 #: Observations of a healthy run: the terms of a rolling average are well above 0.
@@ -46,3 +47,12 @@ def limits(draw: st.DrawFn, lr_scaling: st.SearchStrategy[str] | None = None) ->
     epoch = draw(st.sampled_from([math.inf, draw(st.integers(1, 500))]))
     scaling = draw(lr_scaling) if lr_scaling is not None else "none"
     return Limits(initial * multiple, cap, floor * multiple, multiple, epoch, "batch_size", scaling)
+
+
+#: Whatever an evaluation before a decision can give.
+evaluations = st.fixed_dictionaries(
+    {
+        "full_loss": numbers(-5.0, 20.0) | st.floats(width=32, allow_nan=False, allow_infinity=False),
+        "gradient_diversity": numbers(1.0, 1e6) | st.floats(1.0, width=32, allow_infinity=False),
+    }
+)

@@ -12,11 +12,16 @@ import pytest
 import lightning_adabatch
 
 PUBLIC = [
+    "AdaDamp",
     "AdaptiveBatchSize",
+    "CABS",
     "Constant",
+    "DiveBatch",
     "ExponentialDamp",
     "GeoDamp",
     "GradNormDamp",
+    "NoiseScale",
+    "NormTest",
     "Observation",
     "Policy",
     "PolynomialDamp",

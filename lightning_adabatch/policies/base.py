@@ -14,6 +14,12 @@ from typing_extensions import TypeVar
 
 State = TypeVar("State", default=Any)
 
+#: What a policy can ask for in ``requires`` that comes with every observation.
+OBSERVED = frozenset({"loss", "grad_norm_sq", "grad_variance"})
+
+#: What a policy can ask for in ``requires`` that is evaluated right before a decision, in ``Progress.measured``.
+EVALUATED = frozenset({"full_loss", "gradient_diversity"})
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -24,11 +30,14 @@ class Observation:
         grad_norm_sq: Squared 2-norm of the averaged gradient, unscaled and before clipping; None where
             the policy does not ask for it.
         batch_size: Samples really trained in the update, an epoch's tail included.
+        grad_variance: Trace of the covariance of the gradients of single samples, tr Σ, estimated from this
+            update without bias, so that noise may make it negative; None where the policy does not ask for it.
     """
 
     loss: float | None
     grad_norm_sq: float | None
     batch_size: int
+    grad_variance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,10 @@ class Progress:
         batch_size: The batch size in force now, in samples.
         cap: The maximum batch size in samples, or ``math.inf``.
         learning_rate: Of the first parameter group, before the LR factor.
-        measured: What the policy asked for beyond the observations, by name.
+        measured: What :meth:`Policy.needs` asked for, by name. ``"full_loss"``: mean training loss over the
+            training set, or over the policy's ``fraction`` of it. ``"gradient_diversity"``: over the same
+            samples, the mean of the squared norms of their gradients divided by the squared norm of the mean
+            of their gradients; unitless, ≥ 1.
     """
 
     updates: int
@@ -76,8 +88,10 @@ class Policy(ABC, Generic[State]):
     dataclass or ``NamedTuple`` of numbers and lists of numbers.
 
     Attributes:
-        requires: What is measured for this policy: ``"loss"``, ``"grad_norm_sq"``, both or nothing. What is
-            not asked for is not computed.
+        requires: What is measured for this policy, or nothing: of :data:`OBSERVED` at every update, of
+            :data:`EVALUATED` right before a decision. What is not asked for is not computed. A policy that asks
+            for anything of the second kind has a field ``fraction`` in (0, 1], the share of the training set
+            that it is measured on.
         uses_epochs: Whether the rule reads ``progress.epochs``, which is NaN for data without a length: there such
             a policy is refused.
 
@@ -105,12 +119,22 @@ class Policy(ABC, Generic[State]):
         del observation
         return state
 
+    def needs(self, state: State, progress: Progress) -> frozenset[str]:
+        """Return what of :data:`EVALUATED` is to be measured for this decision; each costs a pass over data."""
+        del state, progress
+        return EVALUATED & self.requires
+
+    def take(self, state: State, progress: Progress) -> State:
+        """Return the state after ``progress.measured``; called before :meth:`damping` where something was measured."""
+        del progress
+        return state
+
     @abstractmethod
     def damping(self, state: State, progress: Progress) -> float:
         """Return the wanted batch size divided by the initial one; unitless, > 0, ``math.inf`` allowed."""
 
     def estimates(self, state: State) -> Mapping[str, float]:
-        """Return what the policy believes, by glossary name (``"loss"``, ``"grad_norm_sq"``), for the logs."""
+        """Return what the policy believes, for the logs, by the names of what it measures (``"loss"``, …)."""
         del state
         return {}
 

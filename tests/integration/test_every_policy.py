@@ -9,7 +9,7 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from resuming import Cut, Learner, Setup, assert_goes_on, resume, run, train_loader
-from settings_of_policies import SETTINGS
+from settings_of_policies import MEASURING, SETTINGS
 
 from lightning_adabatch import AdaptiveBatchSize, Policy, policies
 
@@ -25,7 +25,7 @@ def plan(name: str, **kwargs) -> Setup:
 def test_table_is_complete():
     """A new policy is a new row of the table."""
     public = {value for value in vars(policies).values() if isinstance(value, type) and issubclass(value, Policy)}
-    assert {type(policy) for policy in SETTINGS.values()} == public - {Policy}
+    assert {type(policy) for policy in {**SETTINGS, **MEASURING}.values()} == public - {Policy}
 
 
 @every_policy

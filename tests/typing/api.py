@@ -10,7 +10,21 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import assert_type
 
-from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp, Observation, Policy, Progress, RadaDamp, Schedule
+from lightning_adabatch import (
+    CABS,
+    AdaDamp,
+    AdaptiveBatchSize,
+    Constant,
+    DiveBatch,
+    GeoDamp,
+    NoiseScale,
+    NormTest,
+    Observation,
+    Policy,
+    Progress,
+    RadaDamp,
+    Schedule,
+)
 
 # The callback is one of Lightning's, and every argument has a default.
 callback: Callback = AdaptiveBatchSize()
@@ -30,6 +44,11 @@ AdaptiveBatchSize(
 AdaptiveBatchSize(adapt="lr", max_batch_size=None, max_device_batch_size=None, tail=None)
 AdaptiveBatchSize(Schedule({0: 64, 1.5: 128}, unit="epochs"))
 AdaptiveBatchSize(Constant())
+AdaptiveBatchSize(AdaDamp(optimal_loss=0.1, fraction=0.25), dwell=50)
+AdaptiveBatchSize(NoiseScale(rho=0.99, scale=1, warmup=50))
+AdaptiveBatchSize(CABS(rho=0.95, scale=1, optimal_loss=0, warmup=20))
+AdaptiveBatchSize(NormTest(theta=0.5, rho=0.0, warmup=1))
+AdaptiveBatchSize(DiveBatch(delta=0.1, every=0.5, fraction=0.1), lr_scaling="linear")
 
 # What it shows are plain numbers.
 adaptive = AdaptiveBatchSize(RadaDamp(rho=0.99, grad_norm_weight=0.0, optimal_loss=-1.0, warmup=50))
@@ -98,13 +117,40 @@ class Anything(Policy):
         return progress.measured.get("loss", progress.learning_rate) + progress.epochs
 
 
-for policy in (Double(every=10), LossRatio(), Anything()):
+# One that has the loss over the training set measured, at every hundredth update.
+@dataclass(frozen=True)
+class Rare(Policy[float]):
+    """The inverse of the last loss over a tenth of the training set."""
+
+    fraction: float = 0.1
+    requires = frozenset({"full_loss"})
+
+    def init(self) -> float:
+        """Return the state before the first evaluation."""
+        return 1.0
+
+    def needs(self, state: float, progress: Progress) -> frozenset[str]:
+        """Ask for it once in a while."""
+        return frozenset() if progress.updates % 100 else super().needs(state, progress)
+
+    def take(self, state: float, progress: Progress) -> float:
+        """Remember it."""
+        return progress.measured["full_loss"]
+
+    def damping(self, state: float, progress: Progress) -> float:
+        """Return the inverse."""
+        return 1 / state
+
+
+for policy in (Double(every=10), LossRatio(), Anything(), Rare()):
     AdaptiveBatchSize(policy)
 
 # By hand, as a loop of one's own would use a policy.
 rule = LossRatio()
 memory = rule.update(rule.init(), Observation(loss=1.0, grad_norm_sq=None, batch_size=8))
 assert_type(memory, Best)
+assert_type(Observation(1.0, 2.0, 8, grad_variance=-0.5).grad_variance, float | None)
+assert_type(AdaDamp().needs(AdaDamp().init(), Progress(0, 0, 0.0, 8, 8, 64, 0.1)), frozenset[str])
 where = Progress(1, 8, 0.1, initial_batch_size=8, batch_size=8, cap=64, learning_rate=0.1)
 assert_type(rule.damping(memory, where), float)
 assert_type(RadaDamp().requires, frozenset[str])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import reference
@@ -258,6 +258,18 @@ def test_what_is_not_finite_leaves_no_trace_in_the_averages():
     assert clean.controller.decision.batch_size > 8, "the size must move, or the test says nothing"
 
 
+@pytest.mark.parametrize("variance", [math.nan, math.inf, -math.inf])
+def test_variance_that_is_not_finite_is_dropped_and_counted(variance):
+    """The variance is a part of the observation as loss and norm are; one below 0 is information."""
+    loop = Loop(RadaDamp())
+    loop.pending.append(Observation(1.0, 1.0, 8, variance))
+    loop.controller.end_batch(8, updated=True, learning_rate=loop.rate)
+    assert (loop.controller.latest, loop.controller.skipped) == (None, 1)
+    loop.pending.append(Observation(1.0, 1.0, 8, -3.0))
+    loop.controller.end_batch(8, updated=True, learning_rate=loop.rate)
+    assert (loop.controller.latest, loop.controller.skipped) == (Observation(1.0, 1.0, 8, -3.0), 1)
+
+
 @pytest.mark.parametrize("damping", [0.0, -1.0, math.nan])
 def test_damping_without_a_meaning_keeps_the_decision_and_warns_once(damping):
     """The last decision stands as long as it takes, and the user is told once, with the policy's name."""
@@ -373,3 +385,185 @@ def test_loss_that_crosses_zero_asks_for_the_largest_size_and_comes_back():
     assert loop.sizes == [8, 8, 8 * 2, 64, 64, 8, 8 // 2]
     assert loop.factors == [1.0] * 7
     assert loop.notices == []
+
+
+# What is evaluated before a decision -----------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """What :class:`Evaluating` remembers."""
+
+    observed: int = 0
+    taken: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluating(Policy[Counted]):
+    """Need the full loss at even counts of updates; the damping is one more than the sum of what was taken."""
+
+    asks: frozenset[str] = frozenset({"full_loss"})
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return self.asks
+
+    def init(self) -> Counted:
+        return Counted()
+
+    def update(self, state: Counted, observation: Observation) -> Counted:
+        return state._replace(observed=state.observed + 1)
+
+    def needs(self, state: Counted, progress: Progress) -> frozenset[str]:
+        assert progress.measured == {}
+        return frozenset() if progress.updates % 2 else super().needs(state, progress)
+
+    def take(self, state: Counted, progress: Progress) -> Counted:
+        assert progress.updates % 2 == 0
+        return state._replace(taken=(*state.taken, progress.measured["full_loss"]))
+
+    def damping(self, state: Counted, progress: Progress) -> float:
+        assert progress.measured == ({} if progress.updates % 2 else {"full_loss": state.taken[-1]})
+        return 1.0 + sum(state.taken)
+
+
+class Evaluator:
+    """Give one value after the other, or raise it."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = list(values)
+        self.asked: list[frozenset[str]] = []
+
+    def __call__(self, names: frozenset[str]) -> dict[str, float]:
+        self.asked.append(names)
+        value = self.values.pop(0)
+        if isinstance(value, BaseException):
+            raise value
+        return dict.fromkeys(names, value)
+
+
+def evaluating(evaluate: Any, policy: Policy[Any] | None = None, *, wait: int = 0) -> Controller:
+    """Return a controller with B0 8 that observes a loss of 1 at every update."""
+    return Controller(
+        policy or Evaluating(),
+        Limits(8, 1000),
+        Cadence(wait=wait),
+        training_samples=100,
+        observe=lambda: [Observation(1.0, None, 8)],
+        notify=pytest.fail,
+        evaluate=evaluate,
+    )
+
+
+def step(controller: Controller) -> Decision:
+    """Make an update."""
+    return controller.end_batch(controller.decision.batch_size, updated=True, learning_rate=lambda: 0.1)
+
+
+def test_what_is_needed_is_evaluated_and_taken_before_the_damping():
+    """At counts 0, 2 and 4 something is measured and taken in; between them the policy decides without."""
+    evaluate = Evaluator(1.0, 2.0, 4.0)
+    controller = evaluating(evaluate)
+    sizes = [controller.start(lambda: 0.1).batch_size, *(step(controller).batch_size for _ in range(4))]
+    assert sizes == [8 * 2, 8 * 2, 8 * 4, 8 * 4, 8 * 8]
+    assert evaluate.asked == [{"full_loss"}] * 3
+    assert controller.state == Counted(observed=4, taken=(1.0, 2.0, 4.0))
+
+
+def test_what_is_evaluated_alone_is_evaluated_without_an_observation():
+    """A policy that asks for evaluations only decides for the first update; one that observes too does not."""
+    evaluate = Evaluator(1.0, 1.0)
+    assert evaluating(evaluate).start(lambda: 0.1).damping == 2.0
+    assert evaluating(evaluate, wait=1).start(lambda: 0.1).damping == 1.0
+    both = evaluating(evaluate, Evaluating(frozenset({"full_loss", "loss"})))
+    assert both.start(lambda: 0.1).damping == 1.0
+    assert len(evaluate.asked) == 1
+    step(both)
+    assert step(both).damping == 2.0
+    assert evaluate.asked == [{"full_loss"}] * 2
+
+
+def test_policy_that_needs_nothing_is_never_evaluated_for():
+    """Nor does it have to be said how."""
+    evaluating(pytest.fail, Constant()).start(lambda: 0.1)
+    evaluating(None, Constant()).start(lambda: 0.1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_evaluation_that_is_not_finite_is_no_decision(value):
+    """It is counted, the decision stands, nothing is taken in; the observations before it are."""
+    controller = evaluating(Evaluator(value, value, 4.0))
+    assert controller.start(lambda: 0.1) == Decision(1.0, 8, 8, 1.0)
+    step(controller)
+    assert step(controller) == Decision(1.0, 8, 8, 1.0)
+    assert (controller.skipped, controller.state) == (2, Counted(observed=2, taken=()))
+    step(controller)
+    assert step(controller).damping == 5.0
+    assert (controller.skipped, controller.state) == (2, Counted(observed=4, taken=(4.0,)))
+
+
+def test_only_what_was_asked_for_has_to_be_finite():
+    """An evaluator may say more than it was asked for."""
+
+    @dataclass(frozen=True)
+    class Twice(Policy[None]):
+        requires = frozenset({"full_loss"})
+
+        def damping(self, state: None, progress: Progress) -> float:
+            return 2.0 * progress.measured["full_loss"]
+
+    controller = evaluating(lambda names: {**dict.fromkeys(names, 1.0), "other": math.nan}, Twice())
+    assert controller.start(lambda: 0.1).damping == 2.0
+    assert controller.skipped == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt("Ctrl-C")], ids=repr)
+def test_evaluation_that_raises_leaves_everything_as_it_was(error):
+    """All of the update or nothing, at the start too: it can be tried again."""
+    controller = evaluating(Evaluator(error, 1.0, error, 2.0))
+    before = controller.state_dict()
+    with pytest.raises(type(error), match=str(error)):
+        controller.start(lambda: 0.1)
+    assert controller.state_dict() == before
+    controller.start(lambda: 0.1)
+    step(controller)
+    before = controller.state_dict()
+    with pytest.raises(type(error), match=str(error)):
+        step(controller)
+    assert controller.state_dict() == before
+    step(controller)
+    assert (controller.updates, controller.samples, controller.skipped) == (2, 16 + 16, 0)
+    assert controller.state == Counted(observed=2, taken=(1.0, 2.0))
+
+
+@dataclass(frozen=True)
+class Fragile(Evaluating):
+    """Take in, and then have no damping."""
+
+    def damping(self, state: Counted, progress: Progress) -> float:
+        raise RuntimeError("no damping")
+
+
+def test_damping_that_raises_undoes_what_was_taken():
+    """The state after an evaluation is a part of the decision that did not come to be."""
+    controller = evaluating(Evaluator(1.0), Fragile())
+    with pytest.raises(RuntimeError, match="no damping"):
+        controller.start(lambda: 0.1)
+    assert controller.state == Counted()
+
+
+def test_controller_that_cannot_evaluate_says_so():
+    """The message names what was needed, and what to give."""
+    with pytest.raises(ValueError, match=r"^the policy needs full_loss for a decision, .*measures them as evaluate\.$"):
+        evaluating(None).start(lambda: 0.1)
+
+
+def test_copy_evaluates_as_the_original_does():
+    """A copy that goes one update ahead measures by the same function, and leaves the original's state alone."""
+    evaluate = Evaluator(1.0, 2.0)
+    controller = evaluating(evaluate)
+    controller.start(lambda: 0.1)
+    step(controller)
+    ahead = controller.copy(lambda: [Observation(1.0, None, 8)])
+    assert step(ahead).damping == 1.0 + 1.0 + 2.0
+    assert len(evaluate.asked) == 2
+    assert controller.state == Counted(observed=1, taken=(1.0,))

@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "ranks": set(),
     "checkpoint": set(),
     "loader": {"generators"},
-    "settings": {"controller", "limits", "loader", "meter", "policies"},
+    "settings": {"controller", "limits", "loader", "policies"},
     "sinks": {"report"},
     "guards": {"loader", "settings"},
     "fixed": {"guards", "loader"},

@@ -7,7 +7,7 @@ import copy
 import json
 import math
 import re
-from dataclasses import FrozenInstanceError, asdict, is_dataclass
+from dataclasses import FrozenInstanceError, asdict, is_dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -15,13 +15,18 @@ import pytest
 import reference
 from hypothesis import example, given
 from hypothesis import strategies as st
-from strategies import numbers, observations, positive_observations
+from strategies import evaluations, numbers, observations, positive_observations
 
 from lightning_adabatch import (
+    CABS,
+    AdaDamp,
     Constant,
+    DiveBatch,
     ExponentialDamp,
     GeoDamp,
     GradNormDamp,
+    NoiseScale,
+    NormTest,
     Observation,
     Policy,
     PolynomialDamp,
@@ -30,7 +35,7 @@ from lightning_adabatch import (
     Schedule,
     policies,
 )
-from lightning_adabatch.policies import RadaDampState
+from lightning_adabatch.policies import EVALUATED, OBSERVED, RadaDampState
 
 POLICIES = [
     RadaDamp(),
@@ -46,6 +51,16 @@ POLICIES = [
     ExponentialDamp(rate=0.5),
     GradNormDamp(),
     GradNormDamp(rho=0.0),
+    AdaDamp(),
+    AdaDamp(optimal_loss=-1.5, fraction=0.25),
+    NoiseScale(),
+    NoiseScale(rho=0.0, scale=3, warmup=1),
+    CABS(),
+    CABS(rho=0.0, scale=0.5, optimal_loss=-1.5, warmup=1),
+    NormTest(),
+    NormTest(theta=1e-200, rho=0.0, warmup=1),
+    DiveBatch(),
+    DiveBatch(delta=0.1, every=5e-324, fraction=0.25),
 ]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 runs = st.lists(observations, max_size=12)
@@ -54,6 +69,12 @@ runs = st.lists(observations, max_size=12)
 def progress(updates: int = 0, samples: int = 0, epochs: float = 0.0, initial: int = 8, cap: float = 64) -> Progress:
     """Return a progress of which only what a test is about has to be said."""
     return Progress(updates, samples, epochs, initial, initial, cap, learning_rate=0.1)
+
+
+def taken(policy: Policy[Any], state: Any, now: Progress, measured: dict[str, float]) -> Any:
+    """Return the state after an evaluation, if the policy needs one."""
+    needed = policy.needs(state, now)
+    return policy.take(state, replace(now, measured={name: measured[name] for name in needed})) if needed else state
 
 
 def observe(policy: Policy[Any], seen: list[Observation]) -> Any:
@@ -109,12 +130,32 @@ def test_state_survives_json(policy, seen, later):
 
 
 @every_policy
-@given(seen=runs, updates=st.integers(0, 10**7), epochs=numbers(0.0, 1e4), cap=st.sampled_from([8, 64, math.inf]))
-def test_damping_is_above_zero(policy, seen, updates, epochs, cap):
-    """Whatever finite numbers were observed, the damping is a number above 0, and the same when asked again."""
+@given(
+    seen=runs,
+    updates=st.integers(0, 10**7),
+    epochs=numbers(0.0, 1e4),
+    cap=st.sampled_from([8, 64, math.inf]),
+    evaluated=st.lists(evaluations, max_size=3),
+)
+def test_damping_is_above_zero(policy, seen, updates, epochs, cap, evaluated):
+    """Whatever finite numbers were measured, the damping is a number above 0, and the same when asked again."""
     state, now = observe(policy, seen), progress(updates, samples=8 * updates, epochs=epochs, cap=cap)
+    for measured in evaluated:
+        state = taken(policy, state, now, measured)
     assert policy.damping(state, now) > 0
     assert policy.damping(state, now) == policy.damping(state, now)
+
+
+@every_policy
+@given(evaluated=st.lists(evaluations, max_size=4), last=evaluations)
+def test_take_is_pure_and_survives_json(policy, evaluated, last):
+    """An evaluation leaves state and policy alone; a state rebuilt from plain numbers goes on equally."""
+    state, now = policy.init(), progress(epochs=99.0)
+    for measured in evaluated:
+        state = taken(policy, state, now, measured)
+    before = copy.deepcopy((state, policy))
+    assert taken(policy, state, now, last) == taken(policy, stored(state), now, last)
+    assert (state, policy) == before
 
 
 @every_policy
@@ -135,7 +176,8 @@ def test_policies_are_frozen(policy):
 def test_requires_is_what_can_be_measured(policy):
     """A policy asks for nothing that is not measured."""
     assert isinstance(policy.requires, frozenset)
-    assert policy.requires <= {"loss", "grad_norm_sq"}
+    assert policy.requires <= OBSERVED | EVALUATED
+    assert policy.needs(policy.init(), progress(epochs=99.0)) == policy.requires & EVALUATED
 
 
 def test_policy_needs_a_damping():
@@ -155,6 +197,8 @@ def test_policy_defaults_remember_nothing():
     assert policy.requires == {"loss"}
     assert policy.init() is None
     assert policy.update(None, Observation(1.0, None, 8)) is None
+    assert policy.needs(None, progress()) == frozenset()
+    assert policy.take(None, progress()) is None
     assert policy.estimates(None) == {}
     assert policy.notice(None) is None
 

@@ -51,7 +51,10 @@ REFUSED = [
     ({"policy": RadaDamp}, "must be an instance of a Policy, such as RadaDamp()."),
     (
         {"policy": Curious()},
-        "Curious.requires asks for curvature, variance; what can be measured is grad_norm_sq, loss.",
+        (
+            "Curious.requires asks for curvature, variance; what can be measured is full_loss, grad_norm_sq, "
+            "grad_variance, gradient_diversity, loss."
+        ),
     ),
     ({"adapt": "lr_only"}, "adapt='lr_only' must be one of 'batch_size', 'lr'."),
     ({"adapt": None}, "adapt=None must be one of 'batch_size', 'lr'."),

@@ -109,7 +109,7 @@ def test_a_state_says_where_the_run_stands():
         "batch_size": 10,
         "lr_factor": 10 / 16,
         "damping": 2.0,
-        "latest": [0.5, None, 8],
+        "latest": [0.5, None, 8, None],
     }
 
 
@@ -124,6 +124,18 @@ def test_everything_that_is_read_comes_back():
     assert controller.latest == Observation(0.5, None, 8)
     assert controller.state == Seen(1, [])
     assert isinstance(controller.state, Seen)
+
+
+def test_an_observation_of_an_older_version_is_read():
+    """A checkpoint from before there were variances has three numbers for the last observation."""
+    first, second = (Loop(Doubling(), Limits(8, 64)) for _ in range(2))
+    first.step(Observation(0.5, 2.0, 8, -0.25))
+    state = first.controller.state_dict()
+    assert state["latest"] == [0.5, 2.0, 8, -0.25]
+    second.controller.load_state_dict(state)
+    assert second.controller.latest == Observation(0.5, 2.0, 8, -0.25)
+    second.controller.load_state_dict({**state, "latest": [0.5, 2.0, 8]})
+    assert second.controller.latest == Observation(0.5, 2.0, 8, None)
 
 
 def test_a_run_without_an_observation_goes_on_without_one():
