@@ -192,3 +192,5 @@ def _check_samplers(loader: DataLoader[Any]) -> None:
         raise refuse(
             f"the sampler {type(batch_sampler.sampler).__name__}, which has no length, yet", "give it a __len__"
         )
+    if len(batch_sampler.sampler) == 0:
+        raise refuse(f"an empty {type(loader.dataset).__name__}: there is nothing to train on", "give it samples")

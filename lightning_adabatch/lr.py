@@ -75,6 +75,13 @@ class LRFactor:
             applied[key] = _Applied(base, group["lr"], _version(group["lr"]))
         self._applied = {} if self.factor == 1.0 else applied
 
+    def move_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give the base learning rates back to the optimizers so far, and put the factor on others."""
+        factor = self.factor
+        self.set(1.0)
+        self.optimizers = list(optimizers)
+        self.set(factor)
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Show the base learning rates for a while; what is assigned meanwhile is the new base."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import Recorder, Scripted, fit, loader, observe
 
-from lightning_adabatch import AdaptiveBatchSize, RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, Constant, RadaDamp
 
 FIXED = {"min_batch_size": 4, "max_batch_size": 4}
 
@@ -80,14 +80,18 @@ def test_step_without_loss(tmp_path):
 
 @skips_are_announced
 def test_no_loss_at_all(tmp_path):
-    """C33: where training_step never returns a loss the run ends without an update, and nothing is decided."""
+    """C33: where training_step never returns a loss there is no update and no decision, and one message says why."""
 
     class Net(Recorder):
         def loss(self, x, y):
             return None
 
-    ours, _ = observe(Net(), loader(20, 4), root=tmp_path)
-    assert (ours.updates, ours.samples, ours.batch_size, ours._controller.skipped) == (0, 20, 4, 5)
+    remedy = r"no loss was seen, which RadaDamp\(.* follows\. Return the loss from training_step, as a tensor or under 'loss'"
+    with pytest.warns(UserWarning, match=remedy) as told:
+        ours, _ = observe(Net(), loader(20, 4), epochs=3, root=tmp_path)
+    assert sum("no loss was seen" in str(warning.message) for warning in told) == 1
+    assert (ours.updates, ours.samples, ours.batch_size, ours._controller.skipped) == (0, 60, 4, 15)
+    observe(Net(), loader(20, 4), Constant(), root=tmp_path)  # it follows no loss: nothing is said
 
 
 def test_step_that_returns_a_dict(tmp_path):
