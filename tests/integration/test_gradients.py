@@ -52,6 +52,24 @@ class Twinned(Recorder):
         return cross_entropy(net(x), y)
 
 
+class ByHand(Twinned):
+    """Steps its optimizer itself."""
+
+    def __init__(self, clip=None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.clip = clip
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.clip is not None:
+            self.clip_gradients(optimizer, self.clip, "norm")
+        optimizer.step()
+
+
 def listen(module, train=None, **kwargs):
     """Fit six updates; return the losses and squared norms that the policy was told."""
     policy = Listening(SIZES)
@@ -75,13 +93,22 @@ def scaled():
 @pytest.mark.parametrize(
     ("precision", "rel"), [("bf16-mixed", 0.05), ("bf16-true", 0.05), ("16", 0.01), ("64-true", 1e-6)]
 )
-def test_precisions(precision, rel, tmp_path):
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_precisions(manual, precision, rel, tmp_path):
     """C20: in every precision loss and norm are those of double precision at the same weights, to its accuracy."""
-    module = Twinned()
+    module = ByHand() if manual else Twinned()
     flags = {"plugins": [scaled()]} if precision == "16" else {"precision": precision}
     told, _ = listen(module, root=tmp_path, **flags)
     assert close(told, module.truth, rel)
     assert [batch.lr for batch in module.batches] == [0.1 * factor for factor in FACTORS]
+
+
+def test_own_clipping_comes_first(tmp_path):
+    """Gradients that training_step itself clips before the step are measured as they step: clipped."""
+    module = ByHand(clip=0.01)
+    told, _ = listen(module, root=tmp_path)
+    assert [loss for loss, _ in told] == pytest.approx([loss for loss, _ in module.truth], rel=1e-5)
+    assert [norm for _, norm in told] == pytest.approx([0.01**2] * 6, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
