@@ -19,7 +19,13 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_adabatch.loader import ElasticLoader, iteration_of_its_own, plain_batch_sampler, settable_batch_size
+from lightning_adabatch.loader import (
+    ElasticLoader,
+    iteration_of_its_own,
+    kind_of,
+    plain_batch_sampler,
+    settable_batch_size,
+)
 from lightning_adabatch.settings import Settings
 
 _NAME = "AdaptiveBatchSize"
@@ -147,6 +153,8 @@ def check_loader(loader: Any, settings: Settings, ranks: int) -> None:
             )
     elif not plain_batch_sampler(loader.batch_sampler):
         _check_groups(loader.batch_sampler, settings, ranks)
+    if kind_of(loader).samples() == 0:
+        raise refuse(f"an empty {type(loader.dataset).__name__}: there is nothing to train on", "give it samples")
 
 
 def _check_groups(batch_sampler: Any, settings: Settings, ranks: int) -> None:

@@ -24,9 +24,16 @@ _PLANNED: dict[type, str] = {
 }
 
 
+_Key = tuple[int, int]
+
+#: Stands where others have the number of an optimizer, before the identity of a tensor.
+_TENSOR = -1
+
+
 class _Applied(NamedTuple):
     base: Any  # float or Tensor, without the factor
-    shown: Any  # what the group shows; for a tensor its version, since reading a value would wait for the device
+    shown: Any  # what the group shows
+    version: int | None  # of a tensor, which counts the writes to it: reading its value would wait for the device
 
 
 class LRFactor:
@@ -41,14 +48,14 @@ class LRFactor:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         self.factor = 1.0
-        self._applied: dict[tuple[int, int], _Applied] = {}
+        self._applied: dict[_Key, _Applied] = {}
         self._undo: list[tuple[Any, type]] = []
 
     @property
     def base(self) -> float:
         """Learning rate of the first group, without the factor."""
-        group = self.optimizers[0].param_groups[0]
-        return float(self._base((0, 0), group["lr"]))
+        lr = self.optimizers[0].param_groups[0]["lr"]
+        return float(self._base(_key(0, 0, lr), lr))
 
     def set(self, factor: float) -> None:
         """Put another factor on all groups; 1 gives the base learning rates back, bit for bit."""
@@ -59,12 +66,21 @@ class LRFactor:
         """Put the factor on groups that were added, and on learning rates that were assigned."""
         if self.factor == 1.0 and not self._applied:
             return
+        applied: dict[_Key, _Applied] = {}
         for key, group in self._groups():
+            if key in applied:
+                continue  # groups share a tensor that the optimizer was given for all of them
             base = self._base(key, group["lr"])
             _assign(group, base if self.factor == 1.0 else base * self.factor)
-            self._applied[key] = _Applied(base, _shown(group["lr"]))
-        if self.factor == 1.0:
-            self._applied.clear()
+            applied[key] = _Applied(base, group["lr"], _version(group["lr"]))
+        self._applied = {} if self.factor == 1.0 else applied
+
+    def move_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give the base learning rates back to the optimizers so far, and put the factor on others."""
+        factor = self.factor
+        self.set(1.0)
+        self.optimizers = list(optimizers)
+        self.set(factor)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -79,7 +95,8 @@ class LRFactor:
     def bases(self, optimizer: Optimizer) -> list[Any]:
         """Return the base learning rates of an optimizer's groups, as copies."""
         number = self.optimizers.index(optimizer)
-        bases = [self._base((number, i), group["lr"]) for i, group in enumerate(optimizer.param_groups)]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        bases = [self._base(_key(number, i, lr), lr) for i, lr in enumerate(rates)]
         return [base.clone() if isinstance(base, Tensor) else base for base in bases]
 
     def guard(self, scheduler: Any) -> None:
@@ -112,16 +129,16 @@ class LRFactor:
             scheduler, original = self._undo.pop()
             scheduler.__class__ = original
 
-    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    def _groups(self) -> Iterator[tuple[_Key, dict[str, Any]]]:
         for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
-                yield (number, index), group
+                yield _key(number, index, group["lr"]), group
 
-    def _base(self, key: tuple[int, int], shows: Any) -> Any:
+    def _base(self, key: _Key, shows: Any) -> Any:
         applied = self._applied.get(key)
-        if applied is not None and applied.shown == _shown(shows):
-            return applied.base
-        return shows.clone() if isinstance(shows, Tensor) else shows
+        if isinstance(shows, Tensor):
+            return shows.clone() if applied is None or applied.version != shows._version else applied.base
+        return applied.base if applied is not None and applied.shown == shows else shows
 
 
 def planned_steps(scheduler: Any) -> int | None:
@@ -133,8 +150,13 @@ def planned_steps(scheduler: Any) -> int | None:
     return next((steps for part in parts if (steps := planned_steps(part)) is not None), None)
 
 
-def _shown(lr: Any) -> Any:
-    return (id(lr), lr._version) if isinstance(lr, Tensor) else lr  # counts the writes to a tensor
+def _key(optimizer: int, group: int, lr: Any) -> _Key:
+    """Return what a learning rate is kept under: a tensor by itself, for several groups may show the same one."""
+    return (_TENSOR, id(lr)) if isinstance(lr, Tensor) else (optimizer, group)
+
+
+def _version(lr: Any) -> int | None:
+    return lr._version if isinstance(lr, Tensor) else None
 
 
 def _assign(group: dict[str, Any], lr: Any) -> None:

@@ -16,6 +16,8 @@ from lightning_adabatch.policies import Observation
 #: What the meter knows of what a policy can ask for in ``requires``.
 MEASURES = frozenset({"loss", "grad_norm_sq"})
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 # This many scalars are kept one by one before they are put into one tensor.
 _LOOSE = 256
 
@@ -60,9 +62,10 @@ class Meter:
         if self.measures_loss and part > self._parts:
             self._parts = part
             self._weight += samples
-            # A copy: a captured graph writes the next loss into the same memory.
-            share = loss.detach().reshape(1)
-            share = share * samples if samples else share.clone()
+            value = loss.detach()
+            # A copy: a captured graph writes the next loss into the same memory. Sums of many halves would not grow.
+            share = (value.float() if value.dtype in _HALVES else value.clone()).reshape(1)
+            share = share * samples if samples else share
             self._loss = share if self._loss is None else self._loss + share
 
     def gradients(self, gradients: list[Tensor], optimizer: int = 0, scale: float = 1.0) -> None:
@@ -199,5 +202,5 @@ def _part(gradient: Tensor, shards: int) -> tuple[Tensor, int]:
 def _plain_norm(gradients: list[Tensor]) -> Tensor:
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     # Half precision would overflow when squared.
-    full = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in dense]
+    full = [g.float() if g.dtype in _HALVES else g for g in dense]
     return torch.nn.utils.get_total_norm(full).float()

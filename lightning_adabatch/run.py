@@ -48,10 +48,10 @@ class Run:
         self._ranks = ranks_of(trainer)
         self._meter = Meter(settings.policy.requires, self._ranks.mean if self._ranks.several else None)
         self._meter.shards = shards_of(trainer)
-        self.update = Update(self._meter, getattr(trainer.precision_plugin, "scaler", None), self._say_backward)
+        self.update = Update(self._meter, getattr(trainer.precision_plugin, "scaler", None), self._say_no_loss)
         self._trainer = trainer
         self._settings = settings
-        self._said_backward = False
+        self._said_no_loss = False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._logbook = Logbook(trainer.loggers, every, self._device_size)
         self._lr = LRFactor([])
@@ -127,6 +127,8 @@ class Run:
         """Log the epoch's last update, whatever ended the epoch."""
         if self.controller is not None:
             self._logbook.end_epoch(self.controller)
+            if self._meter.measures_loss and not self.update.loss_seen and self.controller.latest is None:
+                self._say_no_loss()
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Forget what a batch that never reached its end left behind."""
@@ -156,6 +158,7 @@ class Run:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
+        self._follow_optimizers()
         self.update.take_gradients(optimizer, self._bridge.windows.scale if self._in_windows else 1.0)
         self._lr.refresh()
 
@@ -269,6 +272,7 @@ class Run:
 
     def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
+        self._follow_optimizers()
         states = checkpoint.get("optimizer_states", [])
         for number, optimizer in enumerate(self._lr.optimizers[: len(states)]):
             if "param_groups" not in states[number]:
@@ -292,14 +296,25 @@ class Run:
 
     # Optimizers -------------------------------------------------------------------------------------
 
-    def _say_backward(self) -> None:
-        """Say once that a backward pass went past Lightning, and with it the loss."""
-        if not self._said_backward:
-            self._said_backward = True
-            rank_zero_warn(
-                f"AdaptiveBatchSize: an optimizer stepped and no loss was seen, "
-                f"which {self._settings.policy!r} follows. Call self.manual_backward(loss) instead of loss.backward()."
-            )
+    def _follow_optimizers(self) -> None:
+        """Take hold of the optimizers that the Trainer has now: somebody may have put others in their place."""
+        optimizers = self._trainer.optimizers
+        if self.controller is not None and optimizers != self._lr.optimizers:
+            self._lr.move_to(optimizers)
+            self._guard_schedulers()
+            self.update.watch(optimizers)
+
+    def _say_no_loss(self) -> None:
+        """Say once that the policy follows a loss, and how it is to be shown."""
+        if self._said_no_loss:
+            return
+        self._said_no_loss = True
+        remedy = (
+            "Call self.manual_backward(loss) in training_step, not loss.backward()"
+            if self.update.manual
+            else "Return the loss from training_step, as a tensor or under 'loss' in a dict"
+        )
+        rank_zero_warn(f"AdaptiveBatchSize: no loss was seen, which {self._settings.policy!r} follows. {remedy}.")
 
     def _base_rate(self) -> float:
         return self._lr.base

@@ -29,19 +29,22 @@ class Update:
         closed: Whether its row in the meter is closed,
         counted: and whether it is counted: what raises in between leaves it half done.
         manual: Whether the user's module steps its optimizers itself.
+        loss_seen: Whether any batch so far showed its loss.
     """
 
     def __init__(self, meter: Meter, scaler: Any, loss_unseen: Callable[[], None]) -> None:
         self.meter = meter
         self.batch: Any = None
         self.manual = False
+        self.loss_seen = False
         self._scaler = scaler
         self._loss_unseen = loss_unseen
         self._hooks: list[Any] = []
         self.begin()
 
     def watch(self, optimizers: list[Optimizer]) -> None:
-        """Note every step of these from now on."""
+        """Note every step of these from now on, and of no others."""
+        self.release()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
 
     def begin(self) -> None:
@@ -54,6 +57,7 @@ class Update:
     def take_loss(self, loss: Tensor, part: int, samples: int = 0) -> None:
         """Measure the loss, of a part its share or the mean over its samples, without a gradient scaler's factor."""
         scaler = self._scaler
+        self.loss_seen = True
         unscaled = loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss))
         self.meter.loss(unscaled, part, samples)
 
@@ -76,7 +80,7 @@ class Update:
         self.begin()
 
     def release(self) -> None:
-        """Watch the optimizers no longer; safe to call twice."""
+        """Watch no optimizer any longer; safe to call twice."""
         while self._hooks:
             self._hooks.pop().remove()
 

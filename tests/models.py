@@ -150,6 +150,18 @@ class Sizes(Policy):
         return self.sizes[min(progress.updates, len(self.sizes) - 1)] / progress.initial_batch_size
 
 
+@dataclass(frozen=True)
+class Listening(Sizes):
+    """Ask for given sizes, and note every observation."""
+
+    seen: list[Observation] = field(default_factory=list)
+    requires = frozenset({"loss", "grad_norm_sq"})
+
+    def update(self, state: Any, observation: Observation) -> Any:
+        self.seen.append(observation)
+        return state
+
+
 def quiet(callbacks=(), *, epochs: int = 2, root=None, **kwargs: Any) -> pl.Trainer:
     """Return a Trainer on the CPU that writes nothing."""
     settings = {

@@ -43,7 +43,7 @@ class Two(Recorder):
 
 
 def test_several_optimizers_are_one_update(tmp_path):
-    """Two optimizers that step in a batch are one update; the norm is over both, and the factor on both rates."""
+    """C27: two optimizers that step in a batch are one update; the norm is over both, the factor on both rates."""
     module = Two()
     ours, watch = observe(module, loader(64, 8), RadaDamp(), root=tmp_path)
     assert ours.updates == len(module.batches) == len(watch.observations)

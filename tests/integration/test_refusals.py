@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal of the package is met by a row of a table: here, in ``test_guards.py`` or in ``test_settings.py``.
+
+The rows are run, and what they say is compared with every message that the source can raise.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from models import Indexed, Recorder, Streamed, adapt, fit, loader, quiet
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import lightning_adabatch
+from lightning_adabatch import AdaptiveBatchSize, GeoDamp, RadaDamp, guards
+
+SOURCE = Path(lightning_adabatch.__file__).parent
+TESTS = Path(__file__).parents[1]
+
+
+class Manual(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Rare(Recorder):
+    def configure_optimizers(self):
+        optimizer = SGD(self.parameters(), 0.1)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "step", "frequency": 2}]
+
+
+class Fused(Recorder):
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.1, fused=True)
+
+
+class OwnStrategy(SingleDeviceStrategy):
+    pass
+
+
+class Hybrid(FSDPStrategy):
+    """Stands for a strategy that needs two GPUs, as far as it is looked at."""
+
+    def __init__(self) -> None:
+        self.sharding_strategy = torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+
+
+@dataclass(frozen=True)
+class BadRequires(RadaDamp):
+    """Asks in a list."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "requires", ["loss"])
+
+
+# Set-ups --------------------------------------------------------------------------------------------------
+
+
+def two_callbacks(root):
+    trainer = quiet([adapt(4)], root=root)
+    trainer.callbacks.append(adapt(8))
+    trainer.fit(Recorder(), loader(8, 4))
+
+
+def no_accumulation(root):
+    trainer = quiet([adapt(4)], root=root)
+    trainer.accumulate_grad_batches = 0
+    trainer.fit(Recorder(), loader(8, 4))
+
+
+def hybrid_sharding(root):
+    del root
+    trainer: Any = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, strategy=Hybrid())
+    guards.check_trainer(trainer, AdaptiveBatchSize)
+
+
+def own_strategy(root):
+    fit(Recorder(), loader(8, 4), callbacks=[adapt(4)], strategy=OwnStrategy("cpu"), root=root)
+
+
+def fused_under_a_scaler(root):
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    fit(Fused(), loader(8, 4), callbacks=[adapt(4)], plugins=[half], root=root)
+
+
+def parts_by_hand(root):
+    fit(Manual(), loader(8, 4), callbacks=[adapt(4, max_device_batch_size=4)], root=root)
+
+
+def parts_and_frequency(root):
+    fit(Rare(), loader(8, 4), callbacks=[adapt(4, max_device_batch_size=4)], root=root)
+
+
+class Grouped:
+    batch_size = 4
+
+    def __iter__(self):
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+class Words:
+    """A loader of its own, of batches that do not say how large they are."""
+
+    def __iter__(self):
+        return iter([object(), object()])
+
+
+def by_groups(root, **kwargs):
+    fit(Recorder(), DataLoader(Indexed(8), batch_sampler=Grouped()), callbacks=[adapt(4, **kwargs)], root=root)
+
+
+def groups_that_are_carried(root):
+    by_groups(root, tail="carry")
+
+
+def groups_on_two_ranks(root):
+    del root
+    guards.check_loader(DataLoader(Indexed(8), batch_sampler=Grouped()), adapt(4).settings, ranks=2)
+
+
+def stream_that_is_carried(root):
+    ours = adapt(4, tail="carry", max_batch_size=8)
+    fit(Recorder(), DataLoader(Streamed(8), 4), callbacks=[ours], root=root)
+
+
+def stream_in_epochs(root):
+    ours = AdaptiveBatchSize(GeoDamp(2, 1), max_batch_size=8)
+    fit(Recorder(), DataLoader(Streamed(8), 4), callbacks=[ours], root=root)
+
+
+def batches_without_a_size(root):
+    fit(Recorder(), Words(), callbacks=[adapt(4, adapt="lr")], root=root)
+
+
+def empty(root):
+    fit(Recorder(), loader(0, 4), callbacks=[adapt(4)], root=root)
+
+
+def resume(root, before, after, *, steps=1):
+    """Train with one callback, or none, up to an update, and go on with another."""
+    trainer = fit(Recorder(), loader(16, 4), callbacks=before, epochs=-1, max_steps=steps, root=root)
+    trainer.save_checkpoint(root / "cut.ckpt")
+    quiet(after, root=root).fit(Recorder(), loader(16, 4), ckpt_path=root / "cut.ckpt")
+
+
+def resume_without_our_state(root):
+    resume(root, [], [adapt(4)])
+
+
+def resume_with_another_policy(root):
+    resume(root, [adapt(4)], [AdaptiveBatchSize(RadaDamp())])
+
+
+def resume_in_mid_epoch_of_adapt_lr(root):
+    resume(root, [adapt(4, adapt="lr")], [adapt(4)])
+
+
+SETUPS: dict[Any, str] = {
+    two_callbacks: "does not support two AdaptiveBatchSize callbacks in one Trainer. What to do: keep one of them.",
+    no_accumulation: "Trainer(accumulate_grad_batches=0). What to do: set accumulate_grad_batches=1.",
+    hybrid_sharding: "FSDPStrategy(sharding_strategy='HYBRID_SHARD'). What to do: set sharding_strategy='FULL_SHARD'",
+    own_strategy: "does not support OwnStrategy. What to do: train on one device, or with strategy='ddp'",
+    fused_under_a_scaler: "gradients where nobody sees them. What to do: set fused=False in the optimizer, or use",
+    parts_by_hand: "max_device_batch_size with manual optimization. What to do: remove max_device_batch_size.",
+    parts_and_frequency: "a frequency other than 1 together with micro-batches. What to do: set frequency=1 in",
+    groups_that_are_carried: "tail='carry' with the batch sampler Grouped, which says itself what becomes of the rest",
+    groups_on_two_ranks: "the batch sampler Grouped on 2 ranks: only it knows how many batches of which size",
+    stream_that_is_carried: "tail='carry' with the iterable data set Streamed",
+    stream_in_epochs: "training data without a length with GeoDamp(factor=2, delay=1), which counts in epochs.",
+    batches_without_a_size: "the train loader Words: neither it nor its batch, a object, says how many samples",
+    empty: "an empty Indexed: there is nothing to train on. What to do: give it samples.",
+    resume_without_our_state: "a checkpoint that was written without it: batch size, averages and counts are not there",
+    resume_with_another_policy: "What to do: resume with the policy that the checkpoint was written with, or load the",
+    resume_in_mid_epoch_of_adapt_lr: "this checkpoint, written in the middle of an epoch with adapt='lr'. What to do:",
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.__name__)
+def test_setup_is_refused(setup, tmp_path):
+    """A set-up that cannot work is refused at the start of the fit, with what it is and what to do."""
+    with pytest.raises(MisconfigurationException, match=re.escape(SETUPS[setup])):
+        setup(tmp_path)
+
+
+# Every message --------------------------------------------------------------------------------------------
+
+
+def pattern(node: ast.expr) -> str:
+    """Return a regular expression for what an expression of a message can be."""
+    if isinstance(node, ast.Constant):
+        return re.escape(str(node.value))
+    if isinstance(node, ast.JoinedStr):
+        return "".join(pattern(part) for part in node.values)
+    return "(.*)"
+
+
+def messages_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Return line and pattern of everything that a file refuses."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "refuse":
+            what, remedy = (pattern(argument) for argument in node.args)
+            yield node.lineno, rf"AdaptiveBatchSize does not support {what}\. What to do: {remedy}\."
+        elif path.name == "settings.py" and name in {"MisconfigurationException", "ValueError"}:
+            yield node.lineno, pattern(node.args[0])
+
+
+def said(*, root: Path) -> list[str]:
+    """Run every row of every table, and return what was said."""
+    rows = runpy.run_path(str(TESTS / "integration" / "test_guards.py"))
+    arguments = runpy.run_path(str(TESTS / "unit" / "test_settings.py"))
+    refused = rows["refused"]
+    heard = []
+    for make, match in rows["LOADERS"].values():
+        heard.append(refused(match, train=make(), root=root))
+    for make, settings, flags, match in rows["SEVERAL"].values():
+        ours = AdaptiveBatchSize(GeoDamp(2, 9), **settings)
+        heard.append(refused(match, train=make(), ours=ours, root=root, **flags))
+    for name, make in rows["CALLBACKS"].items():
+        module = type("Net", (Recorder,), {"batch_size": 4, "train_dataloader": lambda _: loader(8, 4)})
+        heard.append(refused(name, module=module(), callbacks=[make()], root=root))
+    for kind, match in rows["MODULES"].values():
+        heard.append(refused(match, module=kind(), train=loader(8, 4), root=root))
+    for settings, match in rows["BOUNDS"].values():
+        heard.append(refused(match, train=loader(8, 4), ours=AdaptiveBatchSize(**settings), root=root))
+    for setup in SETUPS:
+        with pytest.raises(MisconfigurationException) as caught:
+            setup(root)
+        heard.append(str(caught.value))
+    for settings in [*(settings for settings, _ in arguments["REFUSED"]), {"policy": BadRequires()}]:
+        with pytest.raises(ValueError, match=r"\.") as wrong:
+            AdaptiveBatchSize(**settings)
+        heard.append(str(wrong.value))
+    return heard
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_refusal_is_met(tmp_path):
+    """Whatever the source refuses, with each of its messages, is refused to some row of a table."""
+    heard = said(root=tmp_path)
+    unmet, count = [], 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        for line, expected in messages_of(path):
+            count += 1
+            if not any(re.fullmatch(expected, message, re.DOTALL) for message in heard):
+                unmet.append(f"{path.name}:{line}: {expected}")
+    assert unmet == []
+    assert count >= 30
+    assert all(re.search(r"What to do: |Set |Change |must be |Raise |Remove |Take ", message) for message in heard)
