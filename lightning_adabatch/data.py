@@ -31,11 +31,13 @@ class TrainData:
     Attributes:
         controller: From the start of training on; loaders of a reload go on with its size.
         restored: The state of a checkpoint from which the run goes on, until training starts, or None.
+        lowered: The most samples of one part, since more did not fit into memory; None if all did.
     """
 
     def __init__(self, settings: Settings, bridge: Bridge, ranks: Ranks, accumulate: int) -> None:
         self.controller: Controller | None = None
         self.restored: Snapshot | None = None
+        self.lowered: int | None = None
         self._settings = settings
         self._slot = bridge.slot
         self._counts = bridge.counts
@@ -147,7 +149,7 @@ class TrainData:
             max_batches=max_batches,
             max_samples=max_samples,
             accumulate=self._accumulate,
-            device_limit=self._settings.max_device_batch_size or (loader.batch_size if self._accumulate > 1 else None),
+            device_limit=self._device_limit(loader),
         )
         self._agree(elastic)
         elastic.shuffle_seed = self._shuffle_seed
@@ -162,6 +164,10 @@ class TrainData:
         elif self.restored is not None:
             self._place(elastic, self.restored)
         return elastic
+
+    def _device_limit(self, loader: Any) -> int | None:
+        given = self._settings.max_device_batch_size or (loader.batch_size if self._accumulate > 1 else None)
+        return given if self.lowered is None else min(self.lowered, given or self.lowered)
 
     def _initial_size(self, loader: Any) -> int:
         """Return the samples of one of the first batches on one rank: the run's, not this loader's."""
@@ -183,6 +189,8 @@ class TrainData:
         self._placed = loader
         rank, ranks = self._ranks.rank, self._ranks.count
         loader.resize(max(1, restored.rule["batch_size"] // ranks))
+        if self.lowered is not None:
+            loader.lower(self._device_limit(loader.loader) or self.lowered)
         own = restored.of_rank(rank)
         # Lightning takes it from the global seed of this process, now and when loaders are reloaded.
         loader.shuffle_seed = self._shuffle_seed = own.get("shuffle_seed")

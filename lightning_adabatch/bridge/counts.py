@@ -110,6 +110,16 @@ class Counts:
             self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(batches)
 
+    def plan_again(self) -> None:
+        """Follow the loader back to the beginning of an update, which has more parts now."""
+        loader, live = self._slot.loader, self._slot.live
+        assert loader is not None  # for the type checker: what is live is its
+        self.set(live.length)
+        if live.marked.batches == 0:  # as the epoch would have been planned
+            self._plan_validation(loader, live.length)
+        elif self._marked_points is not None:
+            self._points = ValidationPoints.from_state(self._marked_points)
+
     def set(self, batches: int) -> None:
         """Set the four counts that must agree: loop, combined loader, its live iterator, and fetcher."""
         fit_loop = self._trainer.fit_loop

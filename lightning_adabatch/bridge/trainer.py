@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 import torch
 
 from lightning_adabatch.bridge.accumulation import Accumulation
 from lightning_adabatch.bridge.counts import Counts
+from lightning_adabatch.bridge.memory import Memory
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.resume import Resume
 from lightning_adabatch.bridge.slot import Slot
@@ -23,6 +26,7 @@ class Bridge:
         slot: Where its train loader is.
         counts: Its counts.
         accumulation: The parts of an update.
+        memory: Updates that do not fit into it.
         resume: Where the fit stands.
     """
 
@@ -32,6 +36,7 @@ class Bridge:
         self.slot = Slot(trainer, self._patches)
         self.counts = Counts(trainer, self.slot)
         self.accumulation = Accumulation(trainer, self.slot)
+        self.memory = Memory(trainer, self.slot, self.counts)
         self.resume = Resume(trainer, self.slot, self.counts, self._patches)
         self._published: int | None = None
         self._metric = torch.tensor(0.0)
@@ -40,14 +45,21 @@ class Bridge:
         """Plan an epoch that starts now."""
         self.resume.begin_epoch()
         self.counts.begin_epoch()
+        self.memory.begin_epoch()
 
     def accumulate(self) -> None:
         """Have updates of several parts, from now on."""
         self.accumulation.install(self._patches)
 
+    def watch_memory(self, divide: Callable[[int], None] | None, setting: str) -> None:
+        """Have updates that do not fit into memory done again in smaller parts, or their error say what to do."""
+        self.memory.install(self._patches, divide, setting)
+
     def end_batch(self, batch_idx: int) -> None:
         """Follow a batch, or a part of one, that ended."""
         if self.accumulation.complete:
+            if self.slot.loader is not None:
+                self.memory.end_update()
             self.resume.end_batch(batch_idx)
         self.counts.end_batch(batch_idx)
 

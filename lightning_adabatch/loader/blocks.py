@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -72,6 +72,7 @@ class BlockSampler(Sampler[list[Any]]):
         own: The generators of the loader and the sampler.
 
     Attributes:
+        drawn: Called when a block's indices were drawn, before it is fetched; or None.
         started: The generators' state when the user's sampler began; None before.
         finished: Whether the sampler has come to its end.
         sampler_epoch: The epoch that the sampler shuffles for, if it has one.
@@ -88,6 +89,7 @@ class BlockSampler(Sampler[list[Any]]):
         self.sampler_epoch = getattr(sampler, "epoch", None)
         self.order = order_of(sampler)
         self.carried = carried
+        self.drawn: Callable[[], None] | None = None
         self.started: dict[str, Any] | None = None
         self.finished = False
         self._size = size
@@ -112,6 +114,8 @@ class BlockSampler(Sampler[list[Any]]):
             raise StopIteration
         indices = self._draw(start, size)
         self.in_flight.append(size)
+        if self.drawn is not None:
+            self.drawn()
         return indices
 
     def finish(self, keep: int = 0) -> None:
@@ -119,6 +123,14 @@ class BlockSampler(Sampler[list[Any]]):
         rest = self.blocks.available - self.blocks.dispatched + keep
         if rest < self._size.device_size:
             self._exhaust(rest)
+
+    def put_back(self, start: int) -> None:
+        """Have the indices of the batch in hand, which begins at ``start``, and all after it drawn once more."""
+        again = self._between(start, self.blocks.dispatched)
+        self._source = chain(again, self._indices())
+        self.blocks.dispatched = start
+        while self._kept and self._kept[-1][0] >= start:
+            self._kept.pop()
 
     def leftover(self) -> list[Any]:
         """Return the indices that the pass did not get to and the next one begins with."""
@@ -226,23 +238,24 @@ class BlockStream:
     def __init__(self, source: Iterator[Any], in_flight: deque[int]) -> None:
         self.source: Iterator[Any] | None = source
         self._in_flight = in_flight
-        self._rest: Piece | None = None
+        self._waiting: deque[Piece] = deque()  # arrived, and not taken
 
     def take(self, size: int) -> list[Piece]:
         """Return the next ``size`` samples as pieces of blocks."""
-        piece = self._rest or self._arrived()
-        if piece.start == 0 and piece.length == size:  # a block that is a batch, as all are while the size stays
-            self._rest = None
-            return [piece]
-        self._rest = piece
         pieces: list[Piece] = []
         while size > 0:
-            piece = self._rest or self._arrived()
-            cut = min(piece.stop, piece.start + size)
-            pieces.append(piece._replace(stop=cut))
-            self._rest = piece._replace(start=cut) if cut < piece.stop else None
-            size -= cut - piece.start
+            piece = self._waiting.popleft() if self._waiting else self._arrived()
+            if piece.stop - piece.start > size:
+                cut = piece.start + size
+                self._waiting.appendleft(piece._replace(start=cut))
+                piece = piece._replace(stop=cut)
+            pieces.append(piece)
+            size -= piece.stop - piece.start
         return pieces
+
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Have pieces that were taken last taken once more."""
+        self._waiting.extendleft(reversed(pieces))
 
     def _arrived(self) -> Piece:
         if self.source is None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class ElasticLoader:
         nominal: While True, ``len`` is that of the user's loader.
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
+        keep: Called with the plan of a pass that begins a batch; whether it may have to be handed out again. None for never.
 
     Example:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -84,6 +85,7 @@ class ElasticLoader:
         self.carried: list[Any] = []
         self._place: dict[str, Any] | None = None
         self.lost_place = False
+        self.keep: Callable[[EpochPlan], bool] | None = None
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         # The pass begun last, or that handed out a batch last. Passes hold their loader and end their workers
         # when the last reference to them goes, as a DataLoader's do: so it holds them weakly.
@@ -133,6 +135,11 @@ class ElasticLoader:
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
         self._size.set(batch_size)
+
+    def lower(self, device_limit: int) -> None:
+        """Hand out batches of more samples in parts from now on; those of passes that are going on stay."""
+        self._size.device_limit = device_limit
+        self._size.refresh()
 
     def __len__(self) -> int:
         """Batches of the current pass: those handed out, and those to come if the size stays."""
@@ -249,7 +256,8 @@ class ElasticLoader:
     def _pass(self, blocks: BlockSampler, base_state: torch.Tensor) -> Pass:
         assert self._owned is not None  # for the type checker: __iter__ made it
         self._source.current = blocks
-        return Pass(blocks, iter(self._owned), assembler(self.loader), self._size, base_state, self._handed_out)
+        source = iter(self._owned)
+        return Pass(blocks, source, assembler(self.loader), self._size, base_state, self._handed_out, self._keeps)
 
     @property
     def own_generators(self) -> list[torch.Tensor]:
@@ -271,6 +279,9 @@ class ElasticLoader:
         total = self.epoch_samples + len(self.carried)
         limit = self._size.device_limit
         return EpochPlan(total, self.initial_batch_size, self.tail, self.max_batches, device_limit=limit)
+
+    def _keeps(self, plan: EpochPlan) -> bool:
+        return self.keep is not None and self.keep(plan)
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and, once it is over, what the next one begins with."""

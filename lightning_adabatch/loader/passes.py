@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_adabatch.loader.again import Again
 from lightning_adabatch.loader.assembly import Assemble
 from lightning_adabatch.loader.blocks import BlockSampler, BlockStream, SizeInForce
+from lightning_adabatch.loader.plan import EpochPlan
 
 
 class Mark(NamedTuple):
@@ -34,9 +36,11 @@ class Pass(Iterator[Any]):
         size: Knows the batch size in force.
         base_state: The state of the generator from which ``source`` drew its base seed.
         handed_out: Called with the pass after every batch.
+        keep: Called with the plan when a batch begins; whether it may have to be handed out again.
 
     Attributes:
         plan: Where it stands.
+        again: Hands the batch in hand out once more.
         marked: Where it stood when :meth:`mark` was called last, or at its beginning.
         generator: The state of torch's global generator before the last batch, its first part, was fetched.
     """
@@ -49,6 +53,7 @@ class Pass(Iterator[Any]):
         size: SizeInForce,
         base_state: Tensor,
         handed_out: Callable[[Pass], None],
+        keep: Callable[[EpochPlan], bool],
     ) -> None:
         self.blocks = blocks
         self.plan = blocks.plan
@@ -59,6 +64,8 @@ class Pass(Iterator[Any]):
         # Workers' random collate functions are seeded from this; torch draws it once a pass.
         self._base_seed: int = source._base_seed  # type: ignore[attr-defined]
         self._stream = BlockStream(source, blocks.in_flight)
+        on_demand: bool = source._num_workers == 0  # type: ignore[attr-defined]
+        self.again = Again(blocks, self._stream, on_demand=on_demand, keep=keep)
         self.generator = torch.default_generator.get_state()
         self.mark()
 
@@ -75,13 +82,16 @@ class Pass(Iterator[Any]):
     def __next__(self) -> Any:
         if self.plan.rest == 0:
             self.generator = torch.default_generator.get_state()
+            self.again.forget()
         size = self.plan.hand_out(self._size.batch_size)
         if size == 0:
             self.blocks.finish()
             self.release()
             raise StopIteration
         self.blocks.blocks.note(size if self.plan.device_limit is None else self._size.device_size)
-        batch = self._assemble(self._stream.take(size), self._base_seed + self.plan.batches)
+        pieces = self._stream.take(size)
+        self.again.note(pieces)
+        batch = self._assemble(pieces, self._base_seed + self.plan.batches)
         self._handed_out(self)
         return batch
 
