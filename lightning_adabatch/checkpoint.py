@@ -55,7 +55,9 @@ class Snapshot:
             raise ValueError(f"its state has the version {state.get('version')!r}, and {VERSION} is what can be read")
         if not state["begun"]:
             return None
-        return cls(**{"device_limit": None, **{name: state[name] for name in cls.__dataclass_fields__ if name in state}})
+        return cls(
+            **{"device_limit": None, **{name: state[name] for name in cls.__dataclass_fields__ if name in state}}
+        )
 
     def of_rank(self, rank: int) -> Mapping[str, Any]:
         """Return what belongs to a rank; a rank that was not there takes after the first one."""

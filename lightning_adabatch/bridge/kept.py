@@ -44,9 +44,9 @@ class Kept:
             buffers[name] = buffer.copy_(was)
         for name in set(self._logged) - self._names:
             del self._logged[name]
-        for metric, was in self._metrics:
+        for metric, attributes in self._metrics:
             vars(metric).clear()
-            vars(metric).update(was)
+            vars(metric).update(attributes)
 
 
 def _copy(value: Any) -> Any:

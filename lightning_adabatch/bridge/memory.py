@@ -163,18 +163,25 @@ class Memory:
         self._free(self._trainer)
         if self._kept is not None:
             self._kept.put_back()
-        rank_zero_warn(
-            f"AdaptiveBatchSize: {size} samples in one forward and backward pass do not fit into memory. The update is "
-            f"done again in parts of at most {limit}, and so are all that follow. Set max_device_batch_size={limit} to "
-            "have that from the start."
-            + ("" if self._kept is not None else " (So many had fitted before, and no copy was kept of random ")
-            + ("" if self._kept is not None else "generators and buffers: they go on from where the failure left them.)")
-        )
+        self._say(size, limit)
         loader.lower(limit)
         live.again.hand_out(limit)
         self._count_back(data_fetcher, live.plan.batches)
         self._counts.plan_again()
         self._again = True
+
+    def _say(self, size: int, limit: int) -> None:
+        inexact = (
+            ""
+            if self._kept is not None
+            else " (So many had fitted before, so no copy was kept of random generators "
+            "and buffers: they go on from where the failure left them.)"
+        )
+        rank_zero_warn(
+            f"AdaptiveBatchSize: {size} samples in one forward and backward pass do not fit into memory. They are "
+            f"trained again, and all that follow are trained, in parts of at most {limit}. Use "
+            f"max_device_batch_size={limit} to have that from the start.{inexact}"
+        )
 
     @staticmethod
     def _free(trainer: pl.Trainer) -> None:
@@ -194,7 +201,7 @@ class Memory:
 
         By these counts it numbers batches, validates, and finds the epoch's end.
         """
-        epoch_loop = self._trainer.fit_loop.epoch_loop
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
         epoch_loop.restarting = False  # a fit that goes on from a checkpoint has gone on by now
         parts = epoch_loop.batch_progress.current.ready - batches
         for counts in (epoch_loop.batch_progress.current, epoch_loop.batch_progress.total):
@@ -228,6 +235,6 @@ class Memory:
                 smaller *= self._trainer.world_size
             remedy = f"Set {self._setting}={smaller}, and resume from the last checkpoint"
         return torch.OutOfMemoryError(
-            f"{error}\nAdaptiveBatchSize: {size} sample{'s' * (size > 1)} in one forward and backward pass on one device "
-            f"do not fit into memory; {fitted}. {remedy}."
+            f"{error}\nAdaptiveBatchSize: {size} sample{'s' * (size > 1)} in one forward and backward pass on one "
+            f"device do not fit into memory; {fitted}. {remedy}."
         )

@@ -45,7 +45,8 @@ class ElasticLoader:
         nominal: While True, ``len`` is that of the user's loader.
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
-        keep: Called with the plan of a pass that begins a batch; whether it may have to be handed out again. None for never.
+        keep: Called with the plan of a pass that begins a batch; whether it may have to be handed out again. None
+            for never.
 
     Example:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))

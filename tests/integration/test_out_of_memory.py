@@ -147,8 +147,7 @@ def train(module, ours, train_data, root, *, callbacks=(), ckpt=None, seed=1, **
         "batches": (vars(batches.total), batches.current.ready),
         "state": {name: value.tolist() for name, value in module.state_dict().items()},
         "drawn": (torch.rand(1).item(), random.random(), np.random.rand()),  # noqa: NPY002
-        "decisions": sorted({(u, s) for u, s in zip(watch.sizes, watch.sizes, strict=True)}),
-        "observations": watch.observations[-1:],
+        "observation": watch.observations[-1],
     }
     return seen, [str(w.message) for w in caught if "do not fit into memory" in str(w.message)]
 
@@ -164,7 +163,7 @@ SCRIPT = (8, 8, 12, 30, 30, 9, 16)
 @pytest.mark.parametrize("collate", [None, own_collate], ids=["default", "own"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_growth_in_mid_epoch(workers, collate, where, tmp_path):
-    """Growth from 12 to 30 fails with room for 13: 15 fails too, 12 is known to have fitted; nothing tells afterwards."""
+    """Growth from 12 to 30 fails with room for 13: 15 fails too, 12 is known to have fitted."""
 
     def run(room, **kwargs):
         ours = adapt(*SCRIPT, max_batch_size=64, **kwargs)
@@ -183,13 +182,17 @@ def test_growth_in_mid_epoch(workers, collate, where, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("kwargs", "flags"), [
-    ({}, {"accumulate_grad_batches": 2}),
-    ({"max_device_batch_size": 30}, {"limit_train_batches": 9}),
-    ({"tail": "carry"}, {"val_check_interval": 3}),
-    ({"tail": "drop"}, {"max_steps": 9}),
-    ({"dwell": 2}, {"gradient_clip_val": 0.1, "limit_train_batches": 0.5}),
-], ids=["accumulated", "limited", "carry", "drop", "dwell"])
+@pytest.mark.parametrize(
+    ("kwargs", "flags"),
+    [
+        ({}, {"accumulate_grad_batches": 2}),
+        ({"max_device_batch_size": 30}, {"limit_train_batches": 9}),
+        ({"tail": "carry"}, {"val_check_interval": 3}),
+        ({"tail": "drop"}, {"max_steps": 9}),
+        ({"dwell": 2}, {"gradient_clip_val": 0.1, "limit_train_batches": 0.5}),
+    ],
+    ids=["accumulated", "limited", "carry", "drop", "dwell"],
+)
 def test_with_other_settings(kwargs, flags, workers, tmp_path):
     """Whatever plans the epoch's batches, lowering ends as the right limit from the start: first window included."""
 
@@ -210,13 +213,13 @@ def test_measuring_policies(policy, tmp_path):
 
     def run(room, **kwargs):
         ours = AdaptiveBatchSize(policy, max_batch_size=64, min_batch_size=4, **kwargs)
-        return train(Limited(room, "backward"), ours, data(203, 16), tmp_path)
+        return train(Limited(room, "backward"), ours, data(103, 16), tmp_path)
 
     found, said = run(6)
     right, _ = run(10**9, max_device_batch_size=4)
     assert found == right
     assert len(said) == 2
-    assert found["observations"][0] is not None
+    assert found["observation"] is not None
 
 
 def test_samples_that_draw(tmp_path):
@@ -232,7 +235,7 @@ def test_samples_that_draw(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_second_part_fails(workers, tmp_path):
-    """Where another part than the first fails, all of the update is done again, and the batches count from its first."""
+    """Where another part than the first fails, all of the update is done again, its batches counted once."""
 
     def run(fail, **kwargs):
         ours = adapt(20, 12, max_batch_size=64, **kwargs)
@@ -275,7 +278,9 @@ def test_one_sample_does_not_fit(tmp_path):
     module = Limited(0)
     ours = adapt(4, max_batch_size=64)
     module.net[1] = nn.Identity()
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate(.|\n)*1 sample in one .* do not fit") as caught:
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate(.|\n)*1 sample in one .* do not fit"
+    ) as caught:
         train(module, ours, data(16, 4), tmp_path)
     assert str(caught.value.__cause__) == MESSAGE
     assert (ours.updates, module.updates) == (0, [])
@@ -306,7 +311,7 @@ def test_resume_keeps_what_was_found(workers, tmp_path):
 
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     whole, _, _ = run(callbacks=[saver], enable_checkpointing=True)
-    rest, said, module = run(ckpt=tmp_path / "step=5.ckpt", seed=2)
+    rest, said, _ = run(ckpt=tmp_path / "step=5.ckpt", seed=2)
     assert said == []
     assert rest["updates"] == whole["updates"][5:]
     assert rest["state"] == whole["state"]
@@ -372,7 +377,8 @@ def test_everything_is_given_back(tmp_path):
     """After the fit nothing stands over Lightning's own methods, and the user's settings are as they were."""
     ours, module = adapt(4, 16), Limited(4)
     trainer = quiet([ours], root=tmp_path, epochs=1)
-    trainer.fit(module, data(32, 4))
+    with pytest.warns(UserWarning, match="max_device_batch_size=4 to have that"):
+        trainer.fit(module, data(32, 4))
     loop = trainer.fit_loop.epoch_loop
     for owner in (loop, loop.automatic_optimization, loop.manual_optimization):
         assert {"advance", "run", "_make_closure", "_accumulated_batches_reached"}.isdisjoint(vars(owner))
