@@ -179,7 +179,7 @@ class Memory:
         )
         rank_zero_warn(
             f"AdaptiveBatchSize: {size} samples in one forward and backward pass do not fit into memory. They are "
-            f"trained again, and all that follow are trained, in parts of at most {limit}. Use "
+            f"trained again in parts of at most {limit}, and so is every larger batch that follows. Use "
             f"max_device_batch_size={limit} to have that from the start.{inexact}"
         )
 

@@ -212,8 +212,8 @@ def test_measuring_policies(policy, tmp_path):
     """The losses and gradients of an update that failed are measured once, of its parts that went through."""
 
     def run(room, **kwargs):
-        ours = AdaptiveBatchSize(policy, max_batch_size=64, min_batch_size=4, **kwargs)
-        return train(Limited(room, "backward"), ours, data(103, 16), tmp_path)
+        ours = AdaptiveBatchSize(policy, max_batch_size=64, min_batch_size=4, multiple_of=2, **kwargs)
+        return train(Limited(room, "backward"), ours, data(104, 16), tmp_path)
 
     found, said = run(6)
     right, _ = run(10**9, max_device_batch_size=4)
@@ -319,6 +319,15 @@ def test_resume_keeps_what_was_found(workers, tmp_path):
     assert state["device_limit"] == 12
 
 
+def test_loaders_that_are_made_again(tmp_path):
+    """A loader of a reload has the lowered limit too."""
+    flags = {"epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    found, said = train(Limited(10), adapt(8, 16), data(72, 8), tmp_path, **flags)
+    right, _ = train(Limited(), adapt(8, 16, max_device_batch_size=8), data(72, 8), tmp_path, **flags)
+    assert found == right
+    assert len(said) == 1
+
+
 def test_error_elsewhere_is_left_alone(tmp_path):
     """Memory that runs out in validation, in a hook or in the optimizer's step ends the run; so do other errors."""
 
@@ -375,9 +384,9 @@ def test_lr_alone_is_left_alone(tmp_path):
 
 def test_everything_is_given_back(tmp_path):
     """After the fit nothing stands over Lightning's own methods, and the user's settings are as they were."""
-    ours, module = adapt(4, 16), Limited(4)
+    ours, module = adapt(4, 16), Limited(8)
     trainer = quiet([ours], root=tmp_path, epochs=1)
-    with pytest.warns(UserWarning, match="max_device_batch_size=4 to have that"):
+    with pytest.warns(UserWarning, match="max_device_batch_size=8 to have that"):
         trainer.fit(module, data(32, 4))
     loop = trainer.fit_loop.epoch_loop
     for owner in (loop, loop.automatic_optimization, loop.manual_optimization):
