@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Indexed, Recorder, Sizes, Watch, adapt, quiet
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanMetric
 
 from lightning_adabatch import AdaptiveBatchSize, GradNormDamp, RadaDamp
@@ -384,15 +384,20 @@ def test_lr_alone_is_left_alone(tmp_path):
 
 def test_everything_is_given_back(tmp_path):
     """After the fit nothing stands over Lightning's own methods, and the user's settings are as they were."""
-    ours, module = adapt(4, 16), Limited(8)
+    ours, module, names = adapt(4, 16), Limited(8), []
+
+    def collate(samples):
+        names.append(module._current_fx_name)
+        return default_collate(samples)
+
     trainer = quiet([ours], root=tmp_path, epochs=1)
     with pytest.warns(UserWarning, match="max_device_batch_size=8 to have that"):
-        trainer.fit(module, data(32, 4))
+        trainer.fit(module, data(32, 4, collate_fn=collate))
+    assert set(names) == {None}  # no hook is thought to be running after the one that failed
     loop = trainer.fit_loop.epoch_loop
     for owner in (loop, loop.automatic_optimization, loop.manual_optimization):
         assert {"advance", "run", "_make_closure", "_accumulated_batches_reached"}.isdisjoint(vars(owner))
     assert ours.settings.max_device_batch_size is None
-    assert module._current_fx_name is None
 
 
 @pytest.mark.parametrize(
@@ -440,3 +445,25 @@ def test_memory_that_is_held(tmp_path):
     )
     assert held[:4] == [(True, True)] * 4
     assert set(held[4:]) == {(False, False)}
+
+
+class Allocates(Recorder):
+    """Needs a twenty-fourth of the device's memory for every sample."""
+
+    def loss(self, x, y):
+        share = torch.cuda.get_device_properties(self.device).total_memory // 24
+        torch.empty(len(x) * share, dtype=torch.uint8, device=self.device)
+        return super().loss(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu(tmp_path):
+    """Twice the start size does not fit into a real device's memory."""
+    pl.seed_everything(1, verbose=False)
+    module, ours = Allocates(), adapt(16, 32)
+    trainer = quiet([ours], root=tmp_path, epochs=1, accelerator="gpu", devices=1)
+    with pytest.warns(UserWarning, match="32 samples .* max_device_batch_size=16"):
+        trainer.fit(module, data(16 + 64, 16))
+    assert [size for size in module.sizes if size <= 16] == [16] * 5
+    assert (ours.updates, ours.samples) == (3, 80)
