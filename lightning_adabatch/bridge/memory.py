@@ -82,7 +82,9 @@ class Memory:
     def end_update(self) -> None:
         """Note that the update in hand fitted."""
         self._updates += 1
-        self.fitted = max(self.fitted, self._tried or self._slot.live.plan.part_size)
+        live = self._slot.live
+        live.again.forget()
+        self.fitted = max(self.fitted, self._tried or live.plan.part_size)
         self._kept, self._tried, self._again = None, 0, False
 
     def _watch_run(self, patches: Patches, optimization: Any) -> None:
@@ -105,18 +107,12 @@ class Memory:
         make_closure = automatic._make_closure
 
         def make_watched_closure(*args: Any, **kwargs: Any) -> Any:
-            made = make_closure(*args, **kwargs)
-            evaluate = made.closure
-
-            def closure(*args: Any, **kwargs: Any) -> Any:
-                result = evaluate(*args, **kwargs)
-                self._evaluated = True
-                return result
-
-            made.closure = closure
-            return made
+            return _Watched(make_closure(*args, **kwargs), self._note_evaluated)
 
         patches.put(automatic, "_make_closure", make_watched_closure)
+
+    def _note_evaluated(self) -> None:
+        self._evaluated = True
 
     def _wrap_advance(self, patches: Patches, epoch_loop: Any) -> None:
         """One batch of Lightning's, from fetching it to the hooks that end it: done again it fetches a smaller one."""
@@ -221,7 +217,7 @@ class Memory:
         self._tried = plan.part_size
         new = self._again or self._updates < _FIRST_UPDATES or self._tried > self.fitted
         self._kept = Kept(self._trainer) if new else None
-        return new
+        return new or plan.rest == 0  # of one part the samples are in memory anyway
 
     def _advice(self, error: BaseException) -> RuntimeError:
         """Return the error that ends the run, with what it said and what to do."""
@@ -238,3 +234,19 @@ class Memory:
             f"{error}\nAdaptiveBatchSize: {size} sample{'s' * (size > 1)} in one forward and backward pass on one "
             f"device do not fit into memory; {fitted}. {remedy}."
         )
+
+
+class _Watched:
+    """A closure that tells when it came to its end; not one that holds itself, for it holds the batch."""
+
+    def __init__(self, closure: Any, done: Callable[[], None]) -> None:
+        self._closure = closure
+        self._done = done
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._closure(*args, **kwargs)
+        self._done()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._closure, name)

@@ -13,8 +13,8 @@ class Again:
     """What a pass keeps of the batch in hand, so that its samples can be handed out once more.
 
     Without workers these are the indices, and the samples are fetched again: what a collate function made of
-    them cannot be cut. With workers these are the blocks that arrived: of a batch of one part always, and of one
-    of several parts only if asked to, for all of its samples would stay in memory.
+    them cannot be cut. With workers these are the blocks that arrived, if they are asked for: all samples of the
+    batch stay in memory until it is forgotten.
 
     Args:
         blocks: What is asked of the data set.
@@ -64,5 +64,5 @@ class Again:
     def _begin(self) -> None:
         plan = self._blocks.plan
         if plan.part == 1:
-            keep = self._keep(plan) or plan.rest == 0
+            keep = self._keep(plan)
             self._pieces = [] if keep and not self._on_demand else None
