@@ -45,7 +45,8 @@ class AdaptiveBatchSize(pl.Callback):
         max_device_batch_size: The most samples in one forward and backward pass on one rank, ≥ 1. An update of
             more is split into micro-batches of about equal size, and its gradient is the mean over its samples.
             None: no limit, or the DataLoader's batch size with ``Trainer(accumulate_grad_batches=k)``, where B0
-            is k of its batches.
+            is k of its batches. On one device it is lowered, with a warning, when a pass runs out of memory: the
+            update is then done again in smaller parts.
         lr_scaling: What the learning rate does while the batch size moves: ``"none"``, ``"linear"``
             (times B / B0) or ``"sqrt"`` (times its square root).
         tail: What happens to an epoch's samples that do not fill a batch: ``"keep"`` trains them as one

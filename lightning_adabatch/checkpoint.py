@@ -26,6 +26,7 @@ class Snapshot:
         own: What each rank has for itself: its generators and its place in the data. One entry if all are equal.
         whole: Whether ``own`` speaks for all ranks; not in a checkpoint that one of them wrote alone.
         inside_step: Whether a batch had begun that the checkpoint does not know of.
+        device_limit: What ``max_device_batch_size`` was lowered to when memory was used up; None if it was not.
     """
 
     rule: Mapping[str, Any]
@@ -37,6 +38,7 @@ class Snapshot:
     own: Sequence[Mapping[str, Any]]
     whole: bool
     inside_step: bool
+    device_limit: int | None = None  # no key of this name in checkpoints of the first days
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`from_state_dict` reads."""
@@ -53,7 +55,9 @@ class Snapshot:
             raise ValueError(f"its state has the version {state.get('version')!r}, and {VERSION} is what can be read")
         if not state["begun"]:
             return None
-        return cls(**{name: state[name] for name in cls.__dataclass_fields__})
+        return cls(
+            **{"device_limit": None, **{name: state[name] for name in cls.__dataclass_fields__ if name in state}}
+        )
 
     def of_rank(self, rank: int) -> Mapping[str, Any]:
         """Return what belongs to a rank; a rank that was not there takes after the first one."""

@@ -29,10 +29,12 @@ class TrainData:
     Attributes:
         controller: From the start of training on; loaders of a reload go on with its size.
         places: Where a checkpoint says that the run goes on.
+        lowered: The most samples of one part, since more did not fit into memory; None if all did.
     """
 
     def __init__(self, settings: Settings, bridge: Bridge, ranks: Ranks, accumulate: int) -> None:
         self.controller: Controller | None = None
+        self.lowered: int | None = None
         self._settings = settings
         self._slot = bridge.slot
         self._epoch = bridge.epoch
@@ -116,8 +118,7 @@ class TrainData:
             max_batches=max_batches,
             max_samples=max_samples,
             accumulate=self._accumulate,
-            device_limit=self._settings.max_device_batch_size
-            or (kind.own_batch_size if self._accumulate > 1 else None),
+            device_limit=self._device_limit(kind.own_batch_size),
         )
         self._agree(elastic)
         elastic.shuffle_seed = self.places.shuffle_seed
@@ -137,6 +138,10 @@ class TrainData:
         elif self.places.restored is not None:
             self.places.place(elastic, self.places.restored, number)
         return elastic
+
+    def _device_limit(self, own: int) -> int | None:
+        given = self._settings.max_device_batch_size or (own if self._accumulate > 1 else None)
+        return given if self.lowered is None else min(self.lowered, given or self.lowered)
 
     def _initial_size(self, own: int) -> int:
         """Return the samples of one of the first batches on one rank: the run's, not this loader's."""

@@ -116,6 +116,24 @@ def check_parts(trainer: pl.Trainer) -> None:
         )
 
 
+def divisible(trainer: pl.Trainer, loaders: int) -> bool:
+    """Whether updates may be divided into micro-batches at all."""
+    try:
+        check_parts(trainer)
+    except MisconfigurationException:
+        return False
+    return loaders == 1
+
+
+def divisible_in_mid_run(trainer: pl.Trainer, loaders: int) -> bool:
+    """Whether updates may be divided when memory is used up.
+
+    Several processes would have to agree on it at every step, and what stands between the module and the
+    gradients (DDP) does not get over a backward pass that was broken off.
+    """
+    return divisible(trainer, loaders) and type(trainer.strategy) is SingleDeviceStrategy
+
+
 def check_loader(loader: Any, settings: Settings, ranks: int) -> None:
     """Refuse a train loader whose batch size cannot be changed exactly.
 

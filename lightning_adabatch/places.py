@@ -109,6 +109,8 @@ class Places:
         rank, ranks = self._ranks.rank, self._ranks.count
         size, initial = restored.rule["batch_size"], restored.rule["initial_batch_size"]
         loader.resize(max(1, size // ranks) if number == 0 else -(-loader.initial_batch_size * size // initial))
+        if restored.device_limit is not None:
+            loader.lower(restored.device_limit)
         own = _of_loader(restored.of_rank(rank), number)
         # Lightning takes it from the global seed of this process, now and when loaders are reloaded.
         loader.shuffle_seed = self.shuffle_seed = own.get("shuffle_seed")

@@ -78,11 +78,15 @@ class Run:
     def _take_hold(self) -> None:
         """Take hold of micro-batches, optimizers and schedulers."""
         self._in_parts = self._settings.adapt == "batch_size" and (
-            self._trainer.accumulate_grad_batches > 1 or self._settings.max_device_batch_size is not None
+            self._trainer.accumulate_grad_batches > 1
+            or self._settings.max_device_batch_size is not None
+            or self._data.lowered is not None
         )
         if self._in_parts:
             guards.check_parts(self._trainer)
             self._bridge.accumulate()
+        if self._settings.adapt == "batch_size":
+            self._watch_memory()
         self.update.manual = not self._trainer.lightning_module.automatic_optimization
         self._lr = LRFactor(self._trainer.optimizers)
         self._guard_schedulers()
@@ -201,6 +205,7 @@ class Run:
         """Have the run go on from a checkpoint, if the run in it had begun."""
         self._data.places.restored = snapshot
         if snapshot is not None:
+            self._data.lowered = snapshot.device_limit
             prepare(checkpoint, snapshot.place)
 
     def state_dict(self, *, alone: bool) -> dict[str, Any]:
@@ -240,6 +245,7 @@ class Run:
             own=everybody[:1] if _all_equal(everybody) else everybody,
             whole=not (alone and self._ranks.several),
             inside_step=self._bridge.resume.batch_begun and not (settled and self._bridge.resume.batch_processed),
+            device_limit=self._data.lowered,
         )
         return snapshot.state_dict()
 
@@ -293,6 +299,23 @@ class Run:
         self.update.release()
         self._lr.release()
         self._bridge.give_back()
+
+    # Memory -----------------------------------------------------------------------------------------
+
+    def _watch_memory(self) -> None:
+        """Have an update that does not fit into memory divided, where this can be."""
+        loaders = len(self._bridge.slot.loaders)
+        setting = "max_device_batch_size" if guards.divisible(self._trainer, loaders) else "max_batch_size"
+        divide = self._divide if guards.divisible_in_mid_run(self._trainer, loaders) else None
+        self._bridge.watch_memory(divide, setting)
+
+    def _divide(self, device_limit: int) -> None:
+        """Have updates of several parts from now on, of at most so many samples."""
+        if not self._in_parts:
+            self._in_parts = True
+            self._bridge.accumulate()
+        self._data.lowered = device_limit
+        self.update.batch = None
 
     # Optimizers -------------------------------------------------------------------------------------
 

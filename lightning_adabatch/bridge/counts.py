@@ -132,6 +132,16 @@ class Counts:
             self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(batches if epoch.exact else math.inf)
 
+    def plan_again(self) -> None:
+        """Follow the loader back to the beginning of an update, which has more parts now."""
+        loader, length = self._slot.loader, self._epoch.length
+        assert loader is not None  # for the type checker: what is live is its
+        self.set(length)
+        if self._slot.live.marked.batches == 0:  # as the epoch would have been planned
+            self._plan_validation(loader, length)
+        elif self._marked_points is not None:
+            self._points = ValidationPoints.from_state(self._marked_points)
+
     def set(self, batches: float) -> None:
         """Set the four counts that must agree: loop, combined loader, its live iterator, and fetcher."""
         fit_loop = self._trainer.fit_loop

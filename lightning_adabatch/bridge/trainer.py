@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 import torch
 
 from lightning_adabatch.bridge.accumulation import Accumulation, Windows
 from lightning_adabatch.bridge.counts import Counts
 from lightning_adabatch.bridge.epoch import Epoch
+from lightning_adabatch.bridge.memory import Memory
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.resume import Resume
 from lightning_adabatch.bridge.slot import Slot
@@ -25,6 +28,7 @@ class Bridge:
         epoch: Where the epoch stands.
         counts: Its counts.
         accumulation: The parts of an update.
+        memory: Updates that do not fit into it.
         windows: The batches of an update, where Lightning accumulates them itself.
         resume: Where the fit stands.
     """
@@ -37,6 +41,7 @@ class Bridge:
         self.counts = Counts(trainer, self.slot, self.epoch)
         self.accumulation = Accumulation(trainer, self.slot)
         self.windows = Windows(trainer)
+        self.memory = Memory(trainer, self.slot, self.counts)
         self.resume = Resume(trainer, self.slot, self.epoch, self.counts, self._patches)
         self._published: int | None = None
         self._metric = torch.tensor(0.0)
@@ -45,14 +50,21 @@ class Bridge:
         """Plan an epoch that starts now."""
         self.resume.begin_epoch()
         self.counts.begin_epoch()
+        self.memory.begin_epoch()
 
     def accumulate(self) -> None:
         """Have updates of several parts, from now on."""
         self.accumulation.install(self._patches)
 
+    def watch_memory(self, divide: Callable[[int], None] | None, setting: str) -> None:
+        """Have updates that do not fit into memory done again in smaller parts, or their error say what to do."""
+        self.memory.install(self._patches, divide, setting)
+
     def end_batch(self, batch_idx: int) -> None:
         """Follow a batch, or a part of one, that ended."""
         if self.accumulation.complete and self.windows.complete:
+            if self.slot.loader is not None:
+                self.memory.end_update()
             self.resume.end_batch(batch_idx)
         self.counts.end_batch(batch_idx)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -32,6 +32,7 @@ class BlockSampler(Sampler[list[Any]]):
         own: The generators of the loader and the sampler.
 
     Attributes:
+        drawn: Called when a block's indices were drawn, before it is fetched; or None.
         started: The generators' state when the user's sampler began; None before.
         finished: Whether the sampler has come to its end.
         sampler_epoch: The epoch that the sampler shuffles for, if it has one.
@@ -50,6 +51,7 @@ class BlockSampler(Sampler[list[Any]]):
         self.sampler_epoch = getattr(sampler, "epoch", None)
         self.order = order_of(sampler)
         self.carried = carried
+        self.drawn: Callable[[], None] | None = None
         self.started: dict[str, Any] | None = None
         self.finished = False
         self._size = size
@@ -77,6 +79,8 @@ class BlockSampler(Sampler[list[Any]]):
             raise StopIteration
         indices = self._draw(start, size)
         self.in_flight.append(size)
+        if self.drawn is not None:
+            self.drawn()
         return indices
 
     def finish(self, keep: int = 0) -> None:
@@ -95,6 +99,13 @@ class BlockSampler(Sampler[list[Any]]):
             self.blocks.available = known
             self.finished = True
         self.plan.see(known, more=known >= position)
+
+    def put_back(self, start: int) -> None:
+        """Have the indices of the batch in hand, which begins at ``start``, and all after it drawn once more."""
+        self._ahead.extendleft(reversed(self._between(start, self.blocks.dispatched)))
+        self.blocks.dispatched = start
+        while self._kept and self._kept[-1][0] >= start:
+            self._kept.pop()
 
     def leftover(self) -> list[Any]:
         """Return the indices that the pass did not get to and the next one begins with."""

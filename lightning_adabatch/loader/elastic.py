@@ -49,6 +49,8 @@ class ElasticLoader:
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
         ended: Called with a pass that handed out its last batch, or None.
+        keep: Called with the plan of a pass that begins a batch; whether it may have to be handed out again. None
+            for never.
 
     Example:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -88,6 +90,7 @@ class ElasticLoader:
         self.carried: list[Any] = []
         self._place: dict[str, Any] | None = None
         self.lost_place = False
+        self.keep: Callable[[EpochPlan], bool] | None = None
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         # The pass begun last, or that handed out a batch last. Passes hold their loader and end their workers
         # when the last reference to them goes, as a DataLoader's do: so it holds them weakly.
@@ -149,6 +152,12 @@ class ElasticLoader:
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
         self._size.set(batch_size)
+
+    def lower(self, device_limit: int) -> None:
+        """Hand out batches of more samples in parts from now on; those of passes that are going on stay."""
+        before = self._size.device_limit
+        self._size.device_limit = device_limit if before is None else min(before, device_limit)
+        self._size.refresh()
 
     def __len__(self) -> int:
         """Batches of the current pass: those handed out, and those to come if the size stays.
@@ -240,7 +249,7 @@ class ElasticLoader:
         assert self._owned is not None  # for the type checker: __iter__ made it
         base_state = (self.loader.generator or torch.default_generator).get_state()
         supply = self.kind.begin(self._owned, self._fresh_plan(), self._size, self.carried)
-        return Pass(supply, self.kind, self._size, base_state, self._handed_out)
+        return Pass(supply, self.kind, self._size, base_state, self._handed_out, self._keeps)
 
     def _go_on(self, place: dict[str, Any]) -> Pass:
         """Begin a pass where another one stood; leaves the global generators anywhere."""
@@ -256,7 +265,7 @@ class ElasticLoader:
             plan.batches, plan.last_size = place["batches"], place["last_size"]
             plan.over = plan.over or plan.batches == self.max_batches
             supply = self.kind.begin(self._owned, plan, self._size, self.carried)
-        return Pass(supply, self.kind, self._size, place["base_state"], self._handed_out)
+        return Pass(supply, self.kind, self._size, place["base_state"], self._handed_out, self._keeps)
 
     @property
     def own_generators(self) -> list[torch.Tensor]:
@@ -286,6 +295,9 @@ class ElasticLoader:
         full, rest = divmod(samples, self.own_batch_size)
         # Even where the user's loader would have none: no epoch is empty.
         return full + (rest > 0 and not (self.drop_last and full > 0))
+
+    def _keeps(self, plan: EpochPlan) -> bool:
+        return self.keep is not None and self.keep(plan)
 
     def _handed_out(self, begun: Pass) -> None:
         """Note which pass is going on, and, once it is over, what the next one begins with."""

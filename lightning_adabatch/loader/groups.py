@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class GroupSampler:
         own: The user's generators.
 
     Attributes:
+        waiting: Groups that were drawn and not asked for by a ``DataLoader``.
         groups: Samples of the groups that were drawn and not handed out.
         drawn: Samples of all groups so far.
         in_flight: Samples of the parts that were asked for and did not arrive.
@@ -38,6 +39,7 @@ class GroupSampler:
         started: The generators' state when it began; None before.
         history: How many groups in a row were asked for with which size.
         name: Of the batch sampler's class.
+        asked: Called when a ``DataLoader`` asked for a part of a group, or None.
     """
 
     def __init__(self, batch_sampler: Any, plan: EpochPlan, size: SizeInForce, own: list[torch.Generator]) -> None:
@@ -52,7 +54,10 @@ class GroupSampler:
         self._plan = plan
         self._size = size
         self._own = own
-        self._parts: deque[list[Any]] = deque()
+        self.asked: Callable[[], None] | None = None
+        self.waiting: deque[list[Any]] = deque()
+        self._current: list[Any] = []  # the group that was asked for last
+        self._parts: deque[list[Any]] = deque()  # what is to come of it
         self._source: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -60,12 +65,28 @@ class GroupSampler:
 
     def __next__(self) -> list[Any]:
         """Return the next part of a group."""
-        while not self._parts:
-            if not self.draw(self._size.batch_size):
+        if not self._parts:
+            if not self.waiting and not self.draw(self._size.batch_size):
                 raise StopIteration
+            self._current = self.waiting.popleft()
+            self._divide()
         part = self._parts.popleft()
         self.in_flight.append(len(part))
+        if self.asked is not None:
+            self.asked()
         return part
+
+    def put_back(self) -> None:
+        """Have the group that was asked for last asked for once more, from its beginning, in other parts."""
+        self._divide()
+
+    def _divide(self) -> None:
+        group, left, position = self._current, self._plan.parts(len(self._current)), 0
+        self._parts.clear()
+        while left:
+            step = -(-(len(group) - position) // left)
+            self._parts.append(group[position : position + step])
+            position, left = position + step, left - 1
 
     def draw(self, size: int) -> bool:
         """Ask for one more group; whether there was one."""
@@ -83,14 +104,9 @@ class GroupSampler:
         if group is None:
             self.ended = True
             return False
+        self.waiting.append(group)
         self.groups.append(len(group))
         self.drawn += len(group)
-        left = self._plan.parts(len(group))
-        position = 0
-        while left:
-            step = -(-(len(group) - position) // left)
-            self._parts.append(group[position : position + step])
-            position, left = position + step, left - 1
         return True
 
     def go_past(self, place: Mapping[str, Any]) -> bool:
@@ -104,10 +120,8 @@ class GroupSampler:
         self.started = place["started"]
         samples = 0
         while samples < place["consumed"] and self.groups:
-            group = self.groups.popleft()
-            samples += group
-            for _ in range(self._plan.parts(group)):
-                self._parts.popleft()
+            samples += self.groups.popleft()
+            self.waiting.popleft()
         return bool(samples == place["consumed"])
 
 
@@ -121,6 +135,7 @@ class GroupSupply(Supply):
         assemble: Makes a batch of a part.
         size: Knows the batch size in force.
         samples: Of an epoch, where that is known.
+        on_demand: There are no workers.
     """
 
     def __init__(
@@ -131,12 +146,17 @@ class GroupSupply(Supply):
         assemble: Assemble,
         size: SizeInForce,
         samples: int | None,
+        *,
+        on_demand: bool,
     ) -> None:
         lengths = sampler.in_flight
         super().__init__(plan, BlockStream(source, lambda block: (lengths.popleft(), block)), assemble)
         self._sampler = sampler
         self._size = size
         self._samples = samples
+        self.on_demand = on_demand
+        if on_demand:
+            sampler.asked = self._note_drawn
 
     def prepare(self, size: int) -> int:
         """Draw the next group if workers have not; return its samples.
@@ -160,6 +180,14 @@ class GroupSupply(Supply):
         self.plan.own_size = group  # it stands as it is, whatever is left
         self.plan.see(end + follows, more=follows)
         return group
+
+    def put_back(self) -> None:
+        """Have the batch in hand fetched again."""
+        self._sampler.put_back()
+
+    def _note_drawn(self) -> None:
+        if self.drawn is not None:
+            self.drawn()
 
     def look_ahead(self) -> None:
         """Draw the next group with the size in force now, to know that there is one."""
@@ -279,4 +307,5 @@ class Groups(Kind):
         self._batch_sampler.batch_size = self.own_batch_size
 
     def _supply(self, sampler: GroupSampler, source: Iterator[Any], plan: EpochPlan, size: SizeInForce) -> GroupSupply:
-        return GroupSupply(sampler, source, plan, assembler(self.loader), size, self.hint())
+        on_demand = self.loader.num_workers == 0
+        return GroupSupply(sampler, source, plan, assembler(self.loader), size, self.hint(), on_demand=on_demand)

@@ -31,7 +31,10 @@ class IndexSupply(Supply):
         super().__init__(blocks.plan, BlockStream(source, lambda block: (lengths.popleft(), block)), assembler(loader))
         self.blocks = blocks
         self.carried = blocks.carried
+        self.on_demand = loader.num_workers == 0
         self._size = size
+        if self.on_demand:
+            blocks.drawn = self._note_drawn
 
     def prepare(self, size: int) -> int:
         """Look beyond the batch where the sampler has no length."""
@@ -43,6 +46,14 @@ class IndexSupply(Supply):
         """Return the samples that the plan just handed out."""
         self.blocks.blocks.note(size if self.plan.device_limit is None else self._size.device_size)
         return super().take(size)
+
+    def put_back(self) -> None:
+        """Have the batch in hand, which begins where the plan stands, fetched again."""
+        self.blocks.put_back(self.plan.consumed)
+
+    def _note_drawn(self) -> None:
+        if self.drawn is not None:
+            self.drawn()
 
     def finish(self) -> None:
         """Let the sampler come to its end."""

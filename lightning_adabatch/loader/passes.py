@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_adabatch.loader.again import Again
+from lightning_adabatch.loader.plan import EpochPlan
 from lightning_adabatch.loader.sizes import SizeInForce
 from lightning_adabatch.loader.supply import Kind, Supply
 
@@ -32,15 +34,23 @@ class Pass(Iterator[Any]):
         size: Knows the batch size in force.
         base_state: The state of the generator from which the base seed was drawn.
         handed_out: Called with the pass after every batch.
+        keep: Called with the plan when a batch begins; whether it may have to be handed out again.
 
     Attributes:
         plan: Where it stands.
+        again: Hands the batch in hand out once more.
         marked: Where it stood when :meth:`mark` was called last, or at its beginning.
         generator: The state of torch's global generator before the last batch, its first part, was fetched.
     """
 
     def __init__(
-        self, supply: Supply, kind: Kind, size: SizeInForce, base_state: Tensor, handed_out: Callable[[Pass], None]
+        self,
+        supply: Supply,
+        kind: Kind,
+        size: SizeInForce,
+        base_state: Tensor,
+        handed_out: Callable[[Pass], None],
+        keep: Callable[[EpochPlan], bool],
     ) -> None:
         self.supply = supply
         self.plan = supply.plan
@@ -48,6 +58,7 @@ class Pass(Iterator[Any]):
         self._size = size
         self._base_state = base_state
         self._handed_out = handed_out
+        self.again = Again(supply, keep)
         self.generator = torch.default_generator.get_state()
         self.mark()
 
@@ -66,6 +77,7 @@ class Pass(Iterator[Any]):
         wanted = self._size.batch_size
         if plan.rest == 0:
             self.generator = torch.default_generator.get_state()
+            self.again.forget()
             if not plan.over:
                 wanted = supply.prepare(wanted)
         size = plan.hand_out(wanted)
@@ -73,7 +85,9 @@ class Pass(Iterator[Any]):
             supply.finish()
             self.release()
             raise StopIteration
-        batch = supply.assemble(supply.take(size), supply.base_seed + plan.batches)
+        pieces = supply.take(size)
+        self.again.note(pieces)
+        batch = supply.assemble(pieces, supply.base_seed + plan.batches)
         self._handed_out(self)
         return batch
 

@@ -57,6 +57,11 @@ class BlockStream:
         self.held += length
         return length
 
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Have pieces that were taken last taken once more."""
+        self._pieces.extendleft(reversed(pieces))
+        self.held += sum(piece.stop - piece.start for piece in pieces)
+
     def take(self, size: int) -> list[Piece]:
         """Return the next ``size`` samples as pieces of blocks."""
         taken: list[Piece] = []

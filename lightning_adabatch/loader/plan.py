@@ -116,12 +116,23 @@ class EpochPlan:
         batch = self.next_size(size)
         if batch == 0:
             return False
+        self._divide(batch)
+        return True
+
+    def begin_again(self, device_limit: int) -> None:
+        """Have the batch in hand handed out once more, from its first part on, by another ``device_limit``."""
+        self.device_limit = device_limit
+        self.consumed -= self.last_size - self.rest
+        self.batches -= self.part
+        self.over = False
+        self._divide(self.last_size)
+
+    def _divide(self, batch: int) -> None:
         parts = self.parts(batch)
         if self.max_batches is not None and parts > self.max_batches - self.batches:
             parts = self.max_batches - self.batches  # the last batch is as large as the parts that there may be
             batch = min(batch, parts * (self.device_limit or batch))
         self.last_size, self.rest, self.parts_left, self.part = batch, batch, parts, 0
-        return True
 
     def batches_left(self, size: int) -> int:
         """Return how many batches, or parts of them, follow if ``size`` stays."""

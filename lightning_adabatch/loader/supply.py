@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,13 +26,18 @@ class Supply(ABC):
 
     Attributes:
         carried: Indices that the pass began with.
+        on_demand: Whether samples are fetched by their indices when they are wanted.
+        drawn: Called when indices were drawn on demand, before their samples are fetched; or None.
     """
+
+    on_demand = False
 
     def __init__(self, plan: EpochPlan, stream: BlockStream, assemble: Assemble) -> None:
         self.plan = plan
         self.stream = stream
         self.assemble = assemble
         self.carried: list[Any] = []
+        self.drawn: Callable[[], None] | None = None
         # Workers' random collate functions are seeded from this; torch draws it once a pass.
         self.base_seed: int = stream.source._base_seed  # type: ignore[union-attr]
 
@@ -43,6 +48,10 @@ class Supply(ABC):
     def take(self, size: int) -> list[Piece]:
         """Return the samples that the plan just handed out."""
         return self.stream.take(size)
+
+    def put_back(self) -> None:
+        """Where samples are fetched on demand, have those of the batch in hand, and all after it, fetched again."""
+        raise NotImplementedError
 
     def look_ahead(self) -> None:  # noqa: B027  # most know already
         """Find out whether a batch follows, where that could not be known when the last one was handed out."""

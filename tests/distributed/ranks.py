@@ -115,6 +115,15 @@ class Fails(Recorder):
         return super().training_step(batch, batch_idx)
 
 
+class Full(Recorder):
+    """The second rank has room for four samples."""
+
+    def loss(self, x, y):
+        if len(x) > 4 and self.trainer.global_rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().loss(x, y)
+
+
 class Skips(Recorder):
     """The second rank skips its third batch."""
 
@@ -301,6 +310,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
         Recorder(), loader(53, 4, shuffle=True), rada(), extra=[SaveOnce(out / "two.ckpt", 4)], root=out
     ),
     "fails": lambda out: train(Fails(), loader(64, 4), rada(), root=out),
+    "full": lambda out: train(Full(), loader(64, 4), adapt(8, 8, 16, max_batch_size=16), root=out),
     "skips": lambda out: train(Skips(), loader(64, 4), rada(), root=out),
 }
 

@@ -255,6 +255,16 @@ def test_failure_of_one_rank_ends_all(name, tmp_path):
     assert {"fails": "boom on one rank", "skips": "Skipping the `training_step`"}[name] in done.output
 
 
+def test_out_of_memory_on_one_rank_ends_all(tmp_path):
+    """C61: both ranks end, and the error names the size that was tried, what had fitted, and what to set."""
+    done = launch(*TORCHRUN, str(RANKS), str(tmp_path), "full", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "Tried to allocate 20.00 MiB" in done.output
+    tried = "8 samples in one forward and backward pass on one device do not fit into memory"
+    assert f"{tried}; the most that fitted is 4" in done.output
+    assert "Set max_device_batch_size=4, and resume from the last checkpoint" in done.output
+
+
 def test_started_by_lightning(tmp_path):
     """Lightning starts the second process itself, and the two do what those of torchrun do."""
     done = launch(str(RANKS), str(tmp_path), "plain_sampler", cwd=tmp_path)

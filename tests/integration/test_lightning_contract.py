@@ -213,6 +213,77 @@ def test_time_based_interval_takes_the_attribute_away(tmp_path):
     in_mid_epoch(look, val_check_interval=timedelta(days=1), root=tmp_path)
 
 
+def test_a_batch_that_failed_can_be_begun_again(tmp_path):
+    """C61: ``advance`` is called on the instance; counted back, it fetches another batch under the same number.
+
+    What fails within ``automatic_optimization.run``, in the closure that ``_make_closure`` made, leaves behind it
+    ``_current_fx_name`` and the batch that logging holds, and no more.
+    """
+    seen = []
+
+    class Net(Recorder):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and not seen:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    class Early(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            loop = trainer.fit_loop.epoch_loop
+            automatic = loop.automatic_optimization
+            original, run, make = loop.advance, automatic.run, automatic._make_closure
+
+            def advance(fetcher):
+                try:
+                    original(fetcher)
+                except ZeroDivisionError:
+                    batches = loop.batch_progress.current
+                    seen.append((batches.ready, batches.started, batches.processed, batches.completed))
+                    assert fetcher.fetched == 3
+                    assert pl_module._current_fx_name == "training_step"
+                    assert loop._results.batch is not None
+                    pl_module._current_fx_name = None
+                    loop._results.batch = loop._results.batch_size = None
+                    for counts in (batches, loop.batch_progress.total):
+                        counts.ready, counts.started = counts.ready - 1, counts.started - 1
+                    step = automatic.optim_progress.optimizer.step
+                    assert (step.current.ready, step.current.completed) == (3, 2)
+                    step.current.ready = step.total.ready = 2
+                    fetcher.fetched -= 1
+                    original(fetcher)
+
+            def watched(*args):
+                seen_before = list(seen)
+                try:
+                    return run(*args)
+                except ZeroDivisionError:
+                    assert seen == seen_before == []
+                    raise
+
+            def make_closure(*args):
+                made = make(*args)
+                closures.append(made)
+
+                class Stands:
+                    consume_result = staticmethod(made.consume_result)
+
+                    def __call__(self):
+                        return made()
+
+                return Stands()
+
+            loop.advance, automatic.run, automatic._make_closure = advance, watched, make_closure
+
+    closures = []
+    module = Net()
+    trainer = fit(module, loader(36, 4), callbacks=[Early()], epochs=1, limit_train_batches=8, root=tmp_path)
+    assert seen == [(3, 3, 2, 2)]
+    assert [batch.indices[0] for batch in module.batches] == [0, 4, 12, 16, 20, 24, 28, 32]
+    assert [batch.last for batch in module.batches] == [False] * 7 + [True]
+    assert len(closures) == 9
+    assert trainer.global_step == trainer.fit_loop.epoch_loop.batch_progress.total.completed == 8
+
+
 def test_fetcher_of_a_module_that_fetches_by_itself(tmp_path):
     """A ``training_step(dataloader_iter)`` is known by the class of ``fit_loop._data_fetcher``."""
 

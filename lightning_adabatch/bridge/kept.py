@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training on a batch changes beside gradients and weights, kept so that it can be put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_adabatch import generators
+
+
+class Kept:
+    """A copy of the generators, the module's buffers and metrics, and what was logged in the epoch so far.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        modules = list(trainer.lightning_module.modules())
+        self._device = trainer.strategy.root_device
+        self._generators = generators.capture(self._device)
+        self._buffers = [
+            (owner._buffers, name, buffer, buffer.detach().clone())
+            for owner in modules
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        # What self.log sums up over the epoch stands in metrics of Lightning's own.
+        self._logged: dict[str, Any] = trainer.fit_loop.epoch_loop._results
+        self._names = set(self._logged)
+        metrics = [*self._logged.values(), *(module for module in modules if isinstance(module, Metric))]
+        self._metrics = [(metric, {name: _copy(value) for name, value in vars(metric).items()}) for metric in metrics]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Have all of it as it was; once, for the copies are handed over."""
+        generators.restore(self._generators, self._device)
+        for buffers, name, buffer, was in self._buffers:
+            buffers[name] = buffer.copy_(was)
+        for name in set(self._logged) - self._names:
+            del self._logged[name]
+        for metric, attributes in self._metrics:
+            vars(metric).clear()
+            vars(metric).update(attributes)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if type(value) is list else value
