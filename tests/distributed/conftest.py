@@ -16,7 +16,7 @@ from settings_of_policies import SETTINGS
 
 READ = (
     *("rank_dependent", "plain_sampler", "own_batch_sampler", "uneven", "uneven_dropped", "grow_and_shrink"),
-    *("same_in_parts", "accumulated"),
+    *("same_in_parts", "accumulated", "stream", "stream_with_workers", "two_loaders"),
     *("same_dwell_1", "same_dwell_5", "same_capped", "device_sizes", "too_small", "own_data", "logs", "not_a_number"),
     *(f"policy_{name}" for name in SETTINGS),
     *("resume", "resume_carry", "resume_sharded", "from_one", "save_two"),

@@ -28,7 +28,7 @@ from models import Indexed, Recorder, Watch, adapt, loader, quiet
 from settings_of_policies import SETTINGS
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torchmetrics import MeanMetric
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
@@ -140,6 +140,34 @@ class Sharded(Recorder):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+class OfRank(IterableDataset):
+    """A stream of which each rank has every second sample, and its workers their share of those."""
+
+    def __init__(self, samples: int) -> None:
+        self.data = Indexed(samples)
+
+    def __len__(self) -> int:
+        return len(self.data) // RANKS
+
+    def __iter__(self):
+        worker = get_worker_info()
+        part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(torch.distributed.get_rank() + RANKS * part, len(self.data), RANKS * parts):
+            yield self.data[index]
+
+
+class Pairs(Recorder):
+    """Takes the first loader's part of each batch, and notes the sizes of the second one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        self.seconds.append(len(batch["b"][0]))
+        return super().training_step(batch["a"], batch_idx)
+
+
 class WithName(BatchSampler):
     """A batch sampler with an argument of its own."""
 
@@ -150,7 +178,8 @@ class WithName(BatchSampler):
 
 def seen(module: Recorder, ours: AdaptiveBatchSize, watch: Watch, trainer: pl.Trainer) -> dict[str, Any]:
     """Return what a fit came to on this rank."""
-    sampler = trainer.train_dataloader.batch_sampler.sampler
+    first = trainer.train_dataloader
+    sampler = (first["a"] if isinstance(first, dict) else first).batch_sampler.sampler
     weight = module.net.weight.detach()
     return {
         "batches": [asdict(batch) for batch in module.batches],
@@ -259,6 +288,17 @@ def own_batch_sampler(out: Path) -> dict[str, Any]:
     return train(Recorder(), DataLoader(data, batch_sampler=batches), adapt(8, 8, 16, max_batch_size=16), root=out)
 
 
+def stream(out: Path, **kwargs: Any) -> dict[str, Any]:
+    ours = adapt(8, 8, 20, 12, 4, 16, max_batch_size=32)
+    return train(Recorder(), DataLoader(OfRank(64), 4, **kwargs), ours, root=out, validation=loader(6, 3))
+
+
+def two_loaders(out: Path) -> dict[str, Any]:
+    module, ours = Pairs(), adapt(8, 8, 16, 6, max_batch_size=16)
+    result = train(module, {"a": loader(64, 4), "b": loader(40, 3)}, ours, root=out, validation=loader(6, 3))
+    return {**result, "seconds": module.seconds}
+
+
 def mid_epoch(out: Path, name: str) -> dict[str, Any]:
     """Go on from a checkpoint that another number of processes wrote."""
     return train(Recorder(), loader(53, 4, shuffle=True), rada(), ckpt=out / name, root=out)
@@ -309,6 +349,9 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "save_two": lambda out: train(
         Recorder(), loader(53, 4, shuffle=True), rada(), extra=[SaveOnce(out / "two.ckpt", 4)], root=out
     ),
+    "stream": stream,
+    "stream_with_workers": lambda out: stream(out, num_workers=1),
+    "two_loaders": two_loaders,
     "fails": lambda out: train(Fails(), loader(64, 4), rada(), root=out),
     "full": lambda out: train(Full(), loader(64, 4), adapt(8, 8, 16, max_batch_size=16), root=out),
     "skips": lambda out: train(Skips(), loader(64, 4), rada(), root=out),

@@ -35,7 +35,7 @@ def indices(result, epoch: int | None = None) -> list[int]:
     return [i for batch in result["batches"] if epoch in (None, batch["epoch"]) for i in batch["indices"]]
 
 
-@pytest.mark.parametrize("name", [*ALL, "same_in_parts", "accumulated"])
+@pytest.mark.parametrize("name", [*ALL, "same_in_parts", "accumulated", "stream", "stream_with_workers", "two_loaders"])
 def test_ranks_agree(name, both):
     """C07, C68: the same sizes, decisions, learning rates, counts, weights and validations on every rank, always."""
     first, second = both(name)
@@ -185,6 +185,29 @@ def test_cap_below_the_number_of_ranks(both):
     for result in both("too_small"):
         assert "max_batch_size=1" in result["message"]
         assert "2 ranks" in result["message"]
+
+
+@pytest.mark.parametrize("name", ["stream", "stream_with_workers"])
+def test_streams(name, both):
+    """C46: streams that the user divides over the ranks: exact sizes, every sample once, all validations."""
+    first, second = both(name)
+    for epoch in range(2):
+        assert sorted(indices(first, epoch) + indices(second, epoch)) == list(range(64))
+    assert sizes(first)[:6] == [4, 4, 10, 6, 2, 6]
+    ends = [sum(batch["epoch"] <= epoch for batch in first["batches"]) for epoch in range(2)]
+    assert first["validations"] == ends
+    assert [number for number, batch in enumerate(first["batches"], 1) if batch["last"]] == ends
+
+
+def test_several_loaders(both):
+    """C49: on every rank the second loader follows the first one's size, and both have samplers of Lightning's."""
+    first, second = both("two_loaders")
+    assert sizes(first)[:5] == [4, 4, 8, 3, 3]
+    assert first["seconds"][:4] == [3, 3, 6, 3]  # ceil(3 * 6 / 8) = 3
+    assert first["seconds"] == second["seconds"]
+    assert first["sampler"][0] == "DistributedSampler"
+    for epoch in range(2):
+        assert sorted(indices(first, epoch) + indices(second, epoch)) == list(range(64))
 
 
 def test_own_samplers(both):
