@@ -244,7 +244,7 @@ def check(case: Case, root: Any) -> str:
         assert "What to do: " in str(error) or "Change batch_size" in str(error)
         return "refused"
     _, _, _, expected = run(case, root, [])
-    # Where a plain run would have an epoch without a batch, it trains nothing, and ours has one batch to take a share of.
+    # Where a plain run has an epoch without a batch and trains nothing, ours has one batch to take a share of.
     empty = case.drop_last and isinstance(error, MisconfigurationException) and expected is None
     assert empty or type(expected) is type(error), (error, expected)
     assert module.batches == []
