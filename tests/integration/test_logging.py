@@ -50,6 +50,21 @@ def test_tensorboard_axis_is_updates(workers, tmp_path):
     assert ours == TAGS
 
 
+@pytest.mark.parametrize("adapt_what", ["batch_size", "lr"])
+def test_steps_are_updates_with_accumulation(adapt_what, tmp_path):
+    """C26: two epochs, two batches to an update: one increasing axis of updates, and the samples of each."""
+    module, logger = Recorder(), TensorBoardLogger(tmp_path, version="run")
+    ours = adapt(8, 8, 16, adapt=adapt_what)
+    flags = {"logger": logger, "log_every_n_steps": 1, "accumulate_grad_batches": 2, "root": tmp_path}
+    trainer = fit(module, loader(42, 4), callbacks=[ours], **flags)
+    logged = events(logger.log_dir)
+    steps = [step for step, _ in series(logged, "batch_size")]
+    assert steps == list(range(1, trainer.global_step + 1)) == list(range(1, ours.updates + 1))
+    sizes = [value for _, value in series(logged, "batch_size")]
+    assert sizes == ([8, 8, 16, 10, 16, 16, 10] if adapt_what == "batch_size" else [*[8] * 5, 2] * 2)
+    assert sum(sizes) == ours.samples == 84
+
+
 def test_skipped_and_finite_values(tmp_path):
     """C74, C21: adabatch/skipped appears with the first loss that is dropped, and no value is ever NaN or infinite."""
     logger = TensorBoardLogger(tmp_path, version="run")
