@@ -14,7 +14,7 @@ from models import Recorder, adapt, fit, loader
 from resuming import Cut, Setup, assert_goes_on, resume, run
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_adabatch import AdaptiveBatchSize, Constant
+from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp
 
 wds = pytest.importorskip("webdataset", reason="needs lightning-adabatch[integrations]")
 
@@ -73,6 +73,9 @@ def test_stated_length(urls, workers, tmp_path):
     """``with_length`` is a hint for totals; rules that count in epochs have what they need."""
     train = DataLoader(shards(urls).with_length(SAMPLES), batch_size=4, num_workers=workers)
     check(Shards(), train, loader(20, 8), tmp_path)
+    module, ours = Shards(), AdaptiveBatchSize(GeoDamp(2, 1), max_batch_size=64)
+    fit(module, train, callbacks=[ours], root=tmp_path)
+    assert (module.sizes, ours.epochs) == ([4] * 15 + [8] * 7 + [4], 2.0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
