@@ -35,10 +35,15 @@ def text(samples: int = SAMPLES):
     return datasets.Dataset.from_dict(columns)
 
 
-def vectors(samples: int = SAMPLES):
-    """The samples of the other tests, as columns of tensors."""
+def numbers(samples: int = SAMPLES):
+    """The samples of the other tests, as columns."""
     columns = {"x": DATA.x[:samples].tolist(), "y": DATA.y[:samples].tolist(), "index": list(range(samples))}
-    return datasets.Dataset.from_dict(columns).with_format("torch")
+    return datasets.Dataset.from_dict(columns)
+
+
+def vectors(samples: int = SAMPLES):
+    """The same, as tensors."""
+    return numbers(samples).with_format("torch")
 
 
 def pad(rows):
@@ -121,7 +126,7 @@ def test_a_mapped_and_filtered_view(workers, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stream(workers, tmp_path):
     """``to_iterable_dataset()`` is a stream: its shards go to the workers, and sizes are exact all the same."""
-    stream = vectors().to_iterable_dataset(num_shards=4)
+    stream = numbers().to_iterable_dataset(num_shards=4).with_format("torch")
     assert isinstance(stream, IterableDataset)
     check(Columns(), DataLoader(stream, 4, num_workers=workers), DataLoader(vectors(20), 8), tmp_path)
 
@@ -149,10 +154,10 @@ def test_constant_is_the_plain_run(workers, tmp_path):
 
 def test_what_needs_a_length_is_refused_for_a_stream(tmp_path):
     """A stream of the library has no length: the rule that counts in epochs is refused by name."""
-    train = DataLoader(vectors().to_iterable_dataset(), 4)
+    train = DataLoader(numbers().to_iterable_dataset(), 4)
     with pytest.raises(MisconfigurationException, match="without a length and max_batch_size=None"):
         fit(Columns(), train, callbacks=[adapt(4)], root=tmp_path)
-    with pytest.raises(MisconfigurationException, match="GeoDamp.*counts in epochs"):
+    with pytest.raises(MisconfigurationException, match=r"GeoDamp.*counts in epochs"):
         fit(Columns(), train, callbacks=[AdaptiveBatchSize(GeoDamp(2, 1), max_batch_size=64)], root=tmp_path)
 
 

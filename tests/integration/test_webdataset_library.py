@@ -95,7 +95,12 @@ def test_dicts_and_a_collate_function(urls, workers, tmp_path):
 
 def test_endless_shards_with_an_epoch_of_their_own(urls, tmp_path):
     """``resampled=True`` never ends, and ``with_epoch`` says how many samples are an epoch."""
-    data = wds.WebDataset(urls, shardshuffle=False, resampled=True).decode().to_tuple("x.npy", "y.cls", "number.cls").with_epoch(50)
+    data = (
+        wds.WebDataset(urls, shardshuffle=False, resampled=True)
+        .decode()
+        .to_tuple("x.npy", "y.cls", "number.cls")
+        .with_epoch(50)
+    )
     module, ours = Shards(), adapt(4, 9, 3, 16, max_batch_size=64)
     fit(module, DataLoader(data, 4), loader(8, 8), callbacks=[ours], root=tmp_path, num_sanity_val_steps=0)
     assert module.sizes == [4, 9, 3, 16, 16, 2, 16, 16, 16, 2]
