@@ -52,6 +52,8 @@ class FixedLoaders:
             return max(0, min(size, len(loader.batch_sampler.sampler) - batch_idx * size))
         if self._several:
             batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+            if batch is None:  # the first loader ended before another one
+                return 0
         try:
             with warnings.catch_warnings():  # that it takes the first of several sizes, which is what it is to do
                 warnings.simplefilter("ignore")

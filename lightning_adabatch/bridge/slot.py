@@ -83,6 +83,8 @@ class Slot:
         def setup_data() -> None:
             self._making_train_loaders = bool(self._patches)  # not if somebody still calls this after the fit
             self._made = []
+            for loader in self.loaders:  # one that is made anew from the same objects must find them as they were
+                loader.kind.give_back()
             try:
                 original()
             finally:

@@ -170,7 +170,7 @@ class GroupSupply(Supply):
         if not sampler.groups:
             self.plan.see(self.plan.consumed, more=False)
             return size
-        group = sampler.groups.popleft()
+        group = self._allowed(sampler.groups.popleft())
         far = self._samples is not None and self._samples - sampler.drawn >= 2 * size
         follows = bool(sampler.groups) or far or sampler.draw(size)
         if not follows:
@@ -180,6 +180,12 @@ class GroupSupply(Supply):
         self.plan.own_size = group  # it stands as it is, whatever is left
         self.plan.see(end + follows, more=follows)
         return group
+
+    def _allowed(self, group: int) -> int:
+        """Return the samples of the parts of a group that the epoch still has batches for."""
+        parts, plan = self.plan.parts(group), self.plan
+        left = parts if plan.max_batches is None else min(parts, plan.max_batches - plan.batches)
+        return sum(-(-(group - number) // parts) for number in range(left))  # the first ones of an even division
 
     def put_back(self) -> None:
         """Have the batch in hand fetched again."""

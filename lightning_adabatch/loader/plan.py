@@ -200,7 +200,9 @@ class BlockPlan:
         self._first_size = self._first_size or size
         self._moved = self._moved or size != self._first_size
         block = int(min(self.reach(size), self.available)) - self.dispatched
-        if block < size and self.plan.tail != "keep" and not (self._moved or self.plan.device_limit):
+        first = self.plan.unsized and self.dispatched == 0  # it is trained, even if it is all there is
+        seen = self.plan.tail == "keep" or self._moved or self.plan.device_limit or first
+        if block < size and not seen:
             return 0  # a tail that nobody will see, unless the size changes: then it is asked for again
         self.dispatched += block
         return block
