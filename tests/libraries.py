@@ -30,6 +30,7 @@ def check(module: Recorder, train: Any, validation: Any, root: Any, **kwargs: An
     for epoch in range(2):
         assert module.seen_in(epoch) == Counter(range(SAMPLES))
     assert module.validations == ENDS
+    assert [number for number, batch in enumerate(module.batches, 1) if batch.last] == ENDS
     assert module.validation_sizes == [8, 8, 4] * 2
     assert (ours.updates, ours.samples) == (len(SIZES), 2 * SAMPLES)
     assert ours.epochs == 2.0 or math.isnan(ours.epochs)
