@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types unit test-ray bench clean
+.PHONY: demo test lint types unit test-ray test-integrations bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/quickstart.py
@@ -18,11 +18,15 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not ray"
+	$(BIN)/python -m pytest -m "not ray and not integrations"
 
 test-ray: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray]'
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest -m ray
+
+test-integrations: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,integrations]'
+	$(BIN)/python -m pytest -m integrations tests/integration
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/loader.py
