@@ -115,12 +115,12 @@ class Counts:
             return
         epoch = self._epoch
         epoch.look_ahead()
-        batches = epoch.length
+        batches, over = epoch.length, epoch.over
         self.set(batches)
-        if epoch.over:  # Lightning asked before it could be known
+        if over:  # Lightning asked before it could be known
             self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
         if self._points is not None:
-            due = self._points.reached(epoch.consumed, last=epoch.over)
+            due = self._points.reached(epoch.consumed, last=over)
             self._trainer.val_check_batch = _every(batch_idx + 1, due=due)
         elif self._every_batches is not None:
             # An epoch that became short still validates at its end.

@@ -56,7 +56,8 @@ class Epoch:
     @property
     def over(self) -> bool:
         """Whether no batch follows."""
-        return self._joined([one.plan.over for one in self._slot.passes])
+        passes = self._slot.passes
+        return passes[0].plan.over if len(passes) == 1 else self._joined([one.plan.over for one in passes])
 
     @property
     def consumed(self) -> int:
@@ -102,6 +103,9 @@ class Epoch:
         passes = self._slot.passes
         for one in passes:
             one.mark()
+        if len(passes) == 1:
+            self._marked = EpochMark(passes, passes[0].plan.over, [False], 0)
+            return
         self.consumed  # noqa: B018  # takes note of a first loader that was cycled
         self._marked = EpochMark(passes, self.over, self._slot.wrapped, self._earlier)
 

@@ -34,12 +34,14 @@ class SizeInForce:
         self.agreed: int | None = None
         self._samples = samples
         self.max_samples = max_samples
-        self.set(wanted)
+        self._wanted = wanted
+        self.refresh()
 
     def set(self, wanted: int) -> None:
         """Ask for another size."""
-        self._wanted = wanted
-        self.refresh()
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self.refresh()
 
     def available(self) -> int | None:
         """Return the samples that are used; None where nobody knows."""
