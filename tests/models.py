@@ -91,6 +91,8 @@ class Recorder(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, y, index = batch
+        if not self.training:  # nothing is trained: a policy has the training set evaluated
+            return self.loss(x, y)
         trainer = self.trainer
         rate = float(trainer.optimizers[0].param_groups[0]["lr"])
         planned, last = trainer.num_training_batches, trainer.is_last_batch
@@ -196,8 +198,10 @@ class Watch(pl.Callback):
         self.ours = ours
         self.observations: list[Observation] = []
         self.sizes: list[int] = []
+        self.updates: list[int] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.updates.append(self.ours.updates)
         self.observations.append(self.ours._controller.latest)
         self.sizes.append(self.ours.batch_size)
 

@@ -155,6 +155,7 @@ def seen(module: Recorder, ours: AdaptiveBatchSize, watch: Watch, trainer: pl.Tr
     return {
         "batches": [asdict(batch) for batch in module.batches],
         "decisions": watch.sizes,
+        "updates": watch.updates,
         "observations": [None if row is None else asdict(row) for row in watch.observations],
         "counts": [ours.batch_size, ours.lr_factor, ours.updates, ours.samples, ours.epochs, trainer.global_step],
         "weights": (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist(),
