@@ -164,6 +164,24 @@ class Listening(Sizes):
         return state
 
 
+@dataclass(frozen=True)
+class Measuring(Sizes):
+    """Ask for given sizes, and note every observation and what is measured on the training set."""
+
+    seen: list[Observation] = field(default_factory=list)
+    measured: list[dict[str, float]] = field(default_factory=list)
+    requires: frozenset[str] = frozenset({"loss", "grad_norm_sq", "grad_variance"})
+    fraction: float = 1.0
+
+    def update(self, state: Any, observation: Observation) -> Any:
+        self.seen.append(observation)
+        return state
+
+    def take(self, state: Any, progress: Progress) -> Any:
+        self.measured.append(dict(progress.measured))
+        return state
+
+
 def quiet(callbacks=(), *, epochs: int = 2, root=None, **kwargs: Any) -> pl.Trainer:
     """Return a Trainer on the CPU that writes nothing."""
     settings = {
