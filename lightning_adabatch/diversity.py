@@ -56,8 +56,12 @@ class SampleGradients:
             self._say("its samples do not have tensors of the same shapes alone")
             return False
         parameters = {name: p.detach() for name, p in self._parameters.items()}
+        # Given as arguments, for a step may write into them.
+        buffers = {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
         try:
-            found = vmap(grad(self._loss_of), in_dims=(None, 0), randomness="different")(parameters, stacked)
+            found = vmap(grad(self._loss_of), in_dims=(None, None, 0), randomness="different")(
+                parameters, buffers, stacked
+            )
         except Exception as error:  # noqa: BLE001  # what is wrong with the step itself, one sample shows as well
             self._at_once = False
             self._say(f"torch.func cannot take its training_step ({type(error).__name__})")
@@ -82,8 +86,8 @@ class SampleGradients:
                 self._squares += wide.square().sum()
         self._samples += 1
 
-    def _loss_of(self, parameters: dict[str, Tensor], batch: Any) -> Any:
-        return functional_call(self._loss, parameters, (batch,))
+    def _loss_of(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Any:
+        return functional_call(self._loss, {**parameters, **buffers}, (batch,))
 
     def _say(self, why: str) -> None:
         self._notify(
