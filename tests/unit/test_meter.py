@@ -65,6 +65,62 @@ def test_many_updates_between_two_reads(requires, count):
     assert meter.read() == [Observation(0.5 if loss else None, 9.0 + 16.0 if norm else None, 8)]
 
 
+def with_variance(meter, small, samples, large, batch_size, **kwargs):
+    """Measure an update by the gradients of its first part and of all of it."""
+    meter.open()
+    meter.loss(torch.tensor(0.5))
+    if small is not None:
+        meter.small_gradients(tensors(small), samples, lambda norm: norm)
+        meter.small_gradients(tensors([[99.0]]), 7, lambda norm: norm)  # a later one does not count
+    meter.gradients(tensors(large))
+    meter.close(batch_size, **kwargs)
+
+
+def test_variance_is_its_formula():
+    """(|G_small|² - |G_big|²) / (1/b - 1/B), by hand: (25 - 4) / (1/2 - 1/8) = 56, and below 0 by noise."""
+    meter = Meter(BOTH | {"grad_variance"})
+    with_variance(meter, [[3.0], [4.0]], 2, [[2.0]], 8)
+    with_variance(meter, [[1.0]], 4, [[2.0]], 8)
+    with_variance(meter, [[3.0], [4.0]], 2, [[2.0]], 8, effective=4.0)
+    assert meter.read() == [
+        Observation(0.5, 4.0, 8, pytest.approx(21 / (1 / 2 - 1 / 8))),
+        Observation(0.5, 4.0, 8, pytest.approx(-3 / (1 / 4 - 1 / 8))),
+        Observation(0.5, 4.0, 8, pytest.approx(21 / (1 / 2 - 1 / 4))),
+    ]
+
+
+@pytest.mark.parametrize(("small", "samples"), [(None, 0), ([[3.0]], 8), ([[3.0]], 9)])
+def test_variance_that_cannot_be_seen(small, samples):
+    """Without a part that is smaller than the update the variance is not a number, in this row alone."""
+    meter = Meter(frozenset({"grad_variance"}))
+    with_variance(meter, small, samples, [[2.0]], 8)
+    with_variance(meter, [[3.0]], 2, [[2.0]], 8)
+    first, second = meter.read()
+    assert math.isnan(first.grad_variance)
+    assert second == Observation(None, None, 8, pytest.approx(5 / (1 / 2 - 1 / 8)))
+
+
+def test_variance_over_processes_is_that_of_the_mean_square():
+    """Each process has a first part of its own: of their squared norms the mean counts, and not of their norms."""
+    others = torch.tensor([[5.0**2, 2.0**2]], dtype=torch.float64)
+    meter = Meter(frozenset({"grad_variance"}), lambda rows: (rows + others) / 2)
+    with_variance(meter, [[1.0]], 2, [[2.0]], 8)
+    assert meter.read()[0].grad_variance == pytest.approx((13 - 4) / (1 / 2 - 1 / 8))
+
+
+def test_variances_survive_copy_and_many_rows():
+    """Rows keep their own samples, however many there are, and in a copy."""
+    meter = Meter(frozenset({"grad_variance"}))
+    for number in range(400):
+        with_variance(meter, [[3.0]], 1 + number % 3, [[2.0]], 8 + number)
+    copied = meter.copy(alone=True)
+    meter.clear()
+    expected = [5 / (1 / (1 + n % 3) - 1 / (8 + n)) for n in range(400)]
+    assert [row.grad_variance for row in copied.read()] == pytest.approx(expected)
+    with_variance(meter, [[3.0]], 2, [[2.0]], 8)
+    assert [row.grad_variance for row in meter.read()] == pytest.approx([5 / (1 / 2 - 1 / 8)])
+
+
 def test_the_first_evaluation_counts():
     """Where an optimizer evaluates several times in one update, the first loss and norm are the row's."""
     meter = Meter(BOTH)
