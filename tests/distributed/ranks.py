@@ -265,12 +265,22 @@ def mid_epoch(out: Path, name: str) -> dict[str, Any]:
     return train(Recorder(), loader(53, 4, shuffle=True), rada(), ckpt=out / name, root=out)
 
 
-def measured(out: Path, *requires: str, samples: int = 64, **kwargs: Any) -> dict[str, Any]:
+class Together(Recorder):
+    """Its ranks speak to each other in every step."""
+
+    def loss(self, x, y):
+        torch.distributed.all_reduce(torch.ones(()))
+        return super().loss(x, y)
+
+
+def measured(
+    out: Path, *requires: str, samples: int = 64, adapt: Any = "batch_size", kind: Any = Recorder, **kwargs: Any
+) -> dict[str, Any]:
     """Train with weights that stay, and note what was measured."""
     policy = Measuring([8, 8, 12, 16], requires=frozenset(requires))
-    ours = AdaptiveBatchSize(policy, max_batch_size=16)
+    ours = AdaptiveBatchSize(policy, None if adapt == "lr" else 16, adapt=adapt)
     train_loader = DataLoader(learnable(samples), 4, shuffle=True)
-    result = train(Recorder(lr=0.0), train_loader, ours, root=out, **kwargs)
+    result = train(kind(lr=0.0), train_loader, ours, root=out, **kwargs)
     rows = [asdict(row) for row in policy.seen]
     return {**result, "rows": rows, "measured": policy.measured, "evaluated": ours._controller.evaluated}
 
@@ -317,6 +327,10 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
         for name, policy in SETTINGS.items()
     },
     "variance": lambda out: measured(out, "grad_variance", "grad_norm_sq"),
+    "variance_lr": lambda out: measured(
+        out, "grad_variance", "grad_norm_sq", adapt="lr", accumulate_grad_batches=2, epochs=2
+    ),
+    "evaluated_together": lambda out: measured(out, "full_loss", samples=49, kind=Together, epochs=1),
     "evaluated": lambda out: measured(out, "full_loss", "gradient_diversity", samples=51, epochs=1),
     "from_one": lambda out: mid_epoch(out, "one.ckpt"),
     "save_two": lambda out: train(

@@ -165,20 +165,30 @@ def test_accumulated_on_several_ranks(both):
         assert Counter(indices(first, epoch) + indices(second, epoch)) == Counter(range(68))
 
 
-def test_variance_on_several_ranks(both):
+@pytest.mark.parametrize("name", ["variance", "variance_lr"])
+def test_variance_on_several_ranks(name, both):
     """Tr Σ is from the first parts of both ranks, each with its own gradient, and from the whole update."""
-    results = both("variance")
+    results = both(name)
     gradients = gradients_of_samples(Recorder(), learnable(64))
     updates = [[], []]
     for found, result in zip(updates, results, strict=True):
         parts = iter(result["batches"])
         found += [(one["indices"], other["indices"]) for one, other in zip(parts, parts, strict=True)]
-    assert len(updates[0]) == len(results[0]["rows"]) > 8
+    assert len(updates[0]) == len(results[0]["rows"]) >= 8
     for row, *ranks in zip(results[0]["rows"], *updates, strict=True):
         expected = variance_of_two(
             gradients, [first for first, _ in ranks], [i for pair in ranks for p in pair for i in p]
         )
         assert row["grad_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_ranks_that_speak_in_each_step(both):
+    """Of 49 samples one rank has 25 and one 24: both take as many steps, and each sample counts once."""
+    data = learnable(49)
+    for result in both("evaluated_together"):
+        assert result["evaluated"] == 49 * len(result["measured"])
+        loss = Recorder().loss(data.x, data.y).item()
+        assert [found["full_loss"] for found in result["measured"]] == pytest.approx([loss] * len(result["measured"]))
 
 
 def test_training_set_evaluated_on_several_ranks(both):

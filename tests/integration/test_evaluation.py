@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import random
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from gradients import gradients_of_samples
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from models import Indexed, Measuring, Recorder, Watch, adapt, fit, loader, quiet
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
@@ -206,8 +208,10 @@ class Busy(Recorder):
     def loss(self, x, y):
         return nn.functional.cross_entropy(self.net(self.drop(self.frozen(self.norm(x)))), y)
 
-    def on_train_batch_start(self, batch, batch_idx):
+    def on_fit_start(self):
         self.frozen.eval()
+
+    def on_train_batch_start(self, batch, batch_idx):
         self.modes.append([module.training for module in self.modules()])
 
     def on_train_batch_end(self, *_):
@@ -216,7 +220,7 @@ class Busy(Recorder):
 
 @pytest.mark.parametrize("requires", [LOSS, DIVERSITY, LOSS | DIVERSITY], ids="+".join)
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.filterwarnings("ignore:.*one by one")
+@pytest.mark.filterwarnings("ignore:.*one by one", "ignore:Found 1 module.s. in eval mode")
 def test_nothing_is_left_behind(requires, workers, tmp_path):
     """Weights, buffers, metrics, logs, generators, modes and batches are those of a run with the same sizes."""
     results = []
@@ -251,11 +255,15 @@ def test_cost_is_counted_apart_and_logged(tmp_path):
             rows.append((ours.updates, ours._controller.evaluated))
 
     ours = AdaptiveBatchSize(AdaDamp(fraction=0.5), max_batch_size=8, dwell=2)
-    trainer = fit(Recorder(), loader(22, 4), callbacks=[ours, Log()], epochs=1, root=tmp_path)
+    logger = CSVLogger(tmp_path, name="", version="run")
+    flags = {"logger": logger, "log_every_n_steps": 1}
+    fit(Recorder(), loader(22, 4), callbacks=[ours, Log()], epochs=1, root=tmp_path, **flags)
     assert ours.samples == 22
     assert rows == [(k, 11 * (1 + k // 2)) for k in range(1, len(rows) + 1)]
     assert ours.state_dict()["rule"]["evaluated"] == rows[-1][1]
-    del trainer
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        logged = [float(row["adabatch/evaluated"]) for row in csv.DictReader(file)]
+    assert logged == [evaluated for _, evaluated in rows]
 
 
 class Saves(Callback):

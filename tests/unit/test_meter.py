@@ -104,8 +104,8 @@ def test_variance_over_processes_is_that_of_the_mean_square():
     """Each process has a first part of its own: of their squared norms the mean counts, and not of their norms."""
     others = torch.tensor([[5.0**2, 2.0**2]], dtype=torch.float64)
     meter = Meter(frozenset({"grad_variance"}), lambda rows: (rows + others) / 2)
-    with_variance(meter, [[1.0]], 2, [[2.0]], 8)
-    assert meter.read()[0].grad_variance == pytest.approx((13 - 4) / (1 / 2 - 1 / 8))
+    with_variance(meter, [[3.0]], 2, [[2.0]], 8)
+    assert meter.read()[0].grad_variance == pytest.approx((17 - 4) / (1 / 2 - 1 / 8))
 
 
 def test_variances_survive_copy_and_many_rows():
