@@ -212,8 +212,8 @@ class AdaptiveBatchSize(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that there are gradients: a step without them is no update."""
-        self._running.update.had_backward = True
+        """Take the gradients of an update's first part, where their variance is asked for."""
+        self._running.after_backward()
 
     @override
     def on_before_optimizer_step(

@@ -12,6 +12,9 @@ from typing import Any
 from lightning_adabatch.limits import Decision, Limits
 from lightning_adabatch.policies import OBSERVED, Observation, Policy, Progress, dump_state, load_state
 
+#: Measures by name what a policy asks for.
+Evaluate = Callable[[frozenset[str]], Mapping[str, float]]
+
 
 @dataclass(frozen=True)
 class Cadence:
@@ -43,12 +46,13 @@ class Controller:
         observe: Returns the observations since the last decision, oldest first. Called once per decision: it
             may copy from a device.
         notify: Takes what the user should be told; called once per kind of message.
-        evaluate: Measures what a policy needs for a decision beyond the observations, by name. Not needed for
-            a policy that asks for nothing of the kind.
+        evaluate: Measures what a policy needs for a decision beyond the observations, by name; as ``"evaluated"``
+            it may say how many samples that took. Not needed for a policy that asks for nothing of the kind.
 
     Attributes:
         updates: Model updates so far.
         samples: Training samples processed so far.
+        evaluated: Samples that evaluations took so far; they are not among ``samples``.
         skipped: Batches without an update, and observations and evaluations that were not finite.
         decision: What the next update uses.
         state: The policy's.
@@ -64,7 +68,7 @@ class Controller:
         training_samples: int | None,
         observe: Callable[[], Sequence[Observation]],
         notify: Callable[[str], None],
-        evaluate: Callable[[frozenset[str]], Mapping[str, float]] | None = None,
+        evaluate: Evaluate | None = None,
     ) -> None:
         self.policy = policy
         self.limits = limits
@@ -77,6 +81,7 @@ class Controller:
         self.updates = 0
         self.samples = 0
         self.skipped = 0
+        self.evaluated = 0
         self.state = policy.init()
         self.latest: Observation | None = None
         self.decision = Decision(1.0, limits.initial_batch_size, limits.initial_batch_size, 1.0)
@@ -126,10 +131,16 @@ class Controller:
         self.training_samples = training_samples
         self.decision = limits.decide(self.decision.damping) or self.decision
 
-    def copy(self, observe: Callable[[], Sequence[Observation]]) -> Controller:
-        """Return another controller that stands where this one does, and tells nobody anything."""
+    def copy(self, observe: Callable[[], Sequence[Observation]], evaluate: Evaluate | None = None) -> Controller:
+        """Return another controller that stands where this one does, and tells nobody anything.
+
+        Args:
+            observe: What it takes observations from.
+            evaluate: What it has measure for a decision; None: what this one has.
+        """
         other = copy.copy(self)
         other._observe, other._notify, other._said = observe, _ignore, set()
+        other._evaluate = evaluate or self._evaluate
         other.state = copy.deepcopy(self.state)  # a policy may change a list in it
         return other
 
@@ -140,6 +151,7 @@ class Controller:
             "updates": self.updates,
             "samples": self.samples,
             "skipped": self.skipped,
+            "evaluated": self.evaluated,
             "initial_batch_size": self.limits.initial_batch_size,
             "batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
@@ -156,6 +168,7 @@ class Controller:
         """
         self.state = load_state(self.policy, state["policy"])
         self.updates, self.samples, self.skipped = state["updates"], state["samples"], state["skipped"]
+        self.evaluated = state.get("evaluated", 0)  # no key of this name in checkpoints of the first days
         self.latest = None if state["latest"] is None else Observation(*state["latest"])
         decision = self.limits.decide(state["damping"]) or self.decision
         if self.limits.adapt == "batch_size":
@@ -163,11 +176,11 @@ class Controller:
             decision = replace(decision, batch_size=self.limits.bound(state["batch_size"]))
         self.decision = decision
 
-    def _place(self) -> tuple[int, int, int, Any, Observation | None, Decision]:
-        return self.updates, self.samples, self.skipped, self.state, self.latest, self.decision
+    def _place(self) -> tuple[int, int, int, int, Any, Observation | None, Decision]:
+        return self.updates, self.samples, self.skipped, self.evaluated, self.state, self.latest, self.decision
 
-    def _return_to(self, place: tuple[int, int, int, Any, Observation | None, Decision]) -> None:
-        self.updates, self.samples, self.skipped, self.state, self.latest, self.decision = place
+    def _return_to(self, place: tuple[int, int, int, int, Any, Observation | None, Decision]) -> None:
+        self.updates, self.samples, self.skipped, self.evaluated, self.state, self.latest, self.decision = place
 
     def _take(self, observations: Sequence[Observation]) -> None:
         for observation in observations:
@@ -192,8 +205,10 @@ class Controller:
         )
         needed = self.policy.needs(self.state, progress)
         if needed:
-            measured = self._evaluate(needed)
-            if not all(math.isfinite(measured[name]) for name in needed):
+            found = self._evaluate(needed)
+            self.evaluated += int(found.get("evaluated", 0))
+            measured = {name: found[name] for name in needed}
+            if not all(math.isfinite(value) for value in measured.values()):
                 self.skipped += 1
                 return  # no information: the decision stands
             progress = replace(progress, measured=measured)

@@ -86,6 +86,22 @@ class TrainData:
         return loader.initial_batch_size * ranks, None if hint is None else hint * ranks, loader.epoch_samples * ranks
 
     @property
+    def own_loaders(self) -> list[Any]:
+        """The user's train loaders, after Lightning put in what the ranks need."""
+        found = self._slot.train_loaders()
+        return [one.loader if isinstance(one, ElasticLoader) else one for one in found]
+
+    def to_evaluate(self) -> tuple[Any, int, int | None]:
+        """Return the user's loader, the samples of one of its batches, and, over all ranks, those that are overfitted.
+
+        The last one is None where all are trained on.
+        """
+        loader = self.own_loaders[0]
+        kind = kind_of(loader)
+        overfitted = self._counts.overfitted(kind, kind.own_batch_size)
+        return loader, kind.own_batch_size, overfitted and overfitted * self._ranks.count
+
+    @property
     def fixed(self) -> FixedLoaders:
         """The user's own loaders, which ``adapt="lr"`` leaves alone."""
         return FixedLoaders(self._slot.train_loaders())
@@ -119,6 +135,7 @@ class TrainData:
             max_samples=max_samples,
             accumulate=self._accumulate,
             device_limit=self._device_limit(kind.own_batch_size),
+            least_parts=2 if self._settings.follows_variance else 1,
         )
         self._agree(elastic)
         elastic.shuffle_seed = self.places.shuffle_seed

@@ -116,6 +116,75 @@ def check_parts(trainer: pl.Trainer) -> None:
         )
 
 
+def check_variance(trainer: pl.Trainer, settings: Settings, loaders: int) -> None:
+    """Refuse what hides the gradients of an update's first part from a policy that follows their variance.
+
+    Args:
+        trainer: The Trainer.
+        settings: The callback's arguments.
+        loaders: Elastic ones.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    what = f"{settings.policy!r}, which follows the variance of gradients,"
+    another = "use a policy that does without, such as RadaDamp()"
+    if not trainer.lightning_module.automatic_optimization:
+        raise refuse(f"{what} with manual optimization", another)
+    if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+        raise refuse(
+            f"{what} with {type(trainer.strategy).__name__}: no rank sees the gradients of its own samples",
+            f"use strategy='ddp', or {another}",
+        )
+    if settings.adapt == "lr" and trainer.accumulate_grad_batches == 1:
+        raise refuse(
+            f"{what} with adapt='lr' and updates of one batch each, which is left whole",
+            "set Trainer(accumulate_grad_batches=2) or more, with a batch_size in the DataLoader that is so much "
+            f"smaller, or {another}",
+        )
+    if loaders > 1:
+        raise refuse(f"{what} with several train loaders", another)
+    if any(config.interval == "step" and config.frequency != 1 for config in trainer.lr_scheduler_configs):
+        raise refuse(
+            f"{what} together with a scheduler with a frequency other than 1",
+            f"set frequency=1 in configure_optimizers, or {another}",
+        )
+
+
+def check_evaluation(trainer: pl.Trainer, settings: Settings, loaders: Sequence[Any]) -> None:
+    """Refuse what keeps the training set from a policy that has something measured on it.
+
+    Args:
+        trainer: The Trainer.
+        settings: The callback's arguments.
+        loaders: The user's train loaders.
+
+    Raises:
+        MisconfigurationException: For a set-up that is not supported.
+    """
+    what = f"{settings.policy!r}, which measures {' and '.join(sorted(settings.evaluates))} on the training set,"
+    another = "use a policy that does without, such as RadaDamp()"
+    if not trainer.lightning_module.automatic_optimization:
+        raise refuse(f"{what} with manual optimization: its training_step trains", another)
+    if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+        raise refuse(f"{what} with {type(trainer.strategy).__name__}", f"use strategy='ddp', or {another}")
+    if len(loaders) > 1:
+        raise refuse(f"{what} with several train loaders", another)
+    loader = loaders[0]
+    if not isinstance(loader, DataLoader) or iteration_of_its_own(loader) is not None:
+        raise refuse(f"{what} with the train loader {type(loader).__name__}", f"use a plain DataLoader, or {another}")
+    if loader.batch_sampler is None:
+        raise refuse(
+            f"{what} with DataLoader(batch_size=None)",
+            f"set a batch_size in the DataLoader, and let the data set give single samples, or {another}",
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise refuse(
+            f"{what} with the iterable data set {type(loader.dataset).__name__}",
+            f"use a map-style data set, or {another}",
+        )
+
+
 def divisible(trainer: pl.Trainer, loaders: int) -> bool:
     """Whether updates may be divided into micro-batches at all."""
     try:

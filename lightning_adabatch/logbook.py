@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_adabatch import sinks
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.limits import Decision
+from lightning_adabatch.policies import OBSERVED
 from lightning_adabatch.report import Gate, Record
 
 
@@ -71,7 +72,7 @@ class Logbook:
     def _write(self, controller: Controller, used: Decision, trained: int) -> None:
         self._unlogged = None
         latest = controller.latest
-        observed = {} if latest is None else {"loss": latest.loss, "grad_norm_sq": latest.grad_norm_sq}
+        observed = {} if latest is None else {name: getattr(latest, name) for name in OBSERVED}
         device = self._device_size(trained)
         estimates = {**observed, **controller.policy.estimates(controller.state)}
         record = Record(
@@ -84,6 +85,9 @@ class Logbook:
             device_batch_size=device if device < trained else None,
             loss=estimates.get("loss"),
             grad_norm_sq=estimates.get("grad_norm_sq"),
+            grad_variance=estimates.get("grad_variance"),
+            gradient_diversity=estimates.get("gradient_diversity"),
+            evaluated=controller.evaluated or None,
             skipped=controller.skipped or None,
         )
         sinks.write(self._loggers, record)

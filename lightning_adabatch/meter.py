@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_adabatch.policies import Observation
 
 #: What the meter knows of what a policy can ask for in ``requires``.
-MEASURES = frozenset({"loss", "grad_norm_sq"})
+MEASURES = frozenset({"loss", "grad_norm_sq", "grad_variance"})
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -30,27 +30,35 @@ class Meter:
         mean: Returns the mean of a tensor over all processes, a collective; None for one process.
 
     Attributes:
+        measures_loss: Whether losses are kept,
+        measures_norm: whether gradients are, for their own sake or for that of their variance,
+        measures_variance: and whether those of an update's first part are.
         shards: Processes over which gradients that are plain tensors are divided.
     """
 
     def __init__(self, requires: frozenset[str], mean: Callable[[Tensor], Tensor] | None = None) -> None:
         self.measures_loss = "loss" in requires
-        self.measures_norm = "grad_norm_sq" in requires
+        self.measures_variance = "grad_variance" in requires
+        self.measures_norm = "grad_norm_sq" in requires or self.measures_variance
         self.shards = 1
-        self._width = self.measures_loss + self.measures_norm
+        self._shows_norm = "grad_norm_sq" in requires
+        self._width = self.measures_loss + self.measures_variance + self.measures_norm
         self._mean = mean
         self._before: list[Observation] = []  # of an unfinished window of the process that was cut
         self._loss: Tensor | None = None  # of the row that is open
         self._parts = 0  # whose losses are in it
         self._weight = 0  # samples by which these were weighed
         self._norms: dict[int, Tensor] = {}  # by optimizer
-        self._scalars: list[Tensor] = []  # of the closed rows, loss before norm, or stacks of them
+        self._small: tuple[Tensor, float] | None = None  # the norm of the first part's gradients, and its samples
+        self._scalars: list[Tensor] = []  # of the closed rows: loss, the first part's norm, norm; or stacks of them
         self._sizes: list[int] = []  # samples of the closed rows
+        self._factors: list[float] = []  # which make their variances of differences between two squared norms
 
     def open(self) -> None:
         """Begin the row of the next update, forgetting what an update that never came left behind."""
         self._loss = None
         self._parts = self._weight = 0
+        self._small = None
         self._norms.clear()
 
     def loss(self, loss: Tensor, part: int = 1, samples: int = 0) -> None:
@@ -77,11 +85,31 @@ class Meter:
             norm = grad_norm(gradients, self.shards).reshape(1)
             self._norms[optimizer] = norm if scale == 1.0 else norm * scale
 
-    def close(self, batch_size: int, stepped: Sequence[int] = (0,)) -> None:
-        """End the row of an update over ``batch_size`` samples, by the optimizers that stepped."""
+    def small_gradients(self, gradients: list[Tensor], samples: float, unscale: Callable[[Tensor], Tensor]) -> None:
+        """Take the gradients of the update's first part, over so many samples of this process; the first call counts.
+
+        ``unscale`` makes the norm of the mean over those samples of their norm.
+        """
+        if self.measures_variance and self._small is None:
+            self._small = unscale(grad_norm(gradients)).reshape(1), samples
+
+    def close(self, batch_size: int, stepped: Sequence[int] = (0,), effective: float | None = None) -> None:
+        """End the row of an update over ``batch_size`` samples, by the optimizers that stepped.
+
+        Args:
+            batch_size: Its samples, over all processes.
+            stepped: The optimizers.
+            effective: The samples whose plain mean has as much noise as the gradients; None for all of them.
+        """
         if self.measures_loss:
             loss = _MISSING if self._loss is None else self._loss
             self._scalars.append(loss / self._weight if self._weight else loss)
+        if self.measures_variance:
+            small, samples = (_MISSING, 0.0) if self._small is None else self._small
+            self._scalars.append(small)
+            large = batch_size if effective is None else effective
+            # McCandlish et al., appendix A.1: the squared norm of a mean over n samples holds tr Σ / n of noise.
+            self._factors.append(1.0 / (1.0 / samples - 1.0 / large) if 0 < samples < large else math.nan)
         if self.measures_norm:
             self._scalars.append(self._norm(stepped))
         self._sizes.append(batch_size)
@@ -96,7 +124,7 @@ class Meter:
 
     def clear(self) -> None:
         """Forget the closed rows."""
-        self._before, self._scalars, self._sizes = [], [], []
+        self._before, self._scalars, self._sizes, self._factors = [], [], [], []
 
     def peek(self, *, alone: bool = False) -> list[Observation]:
         """Return the closed rows, oldest first, and keep them: the one copy from the device to the host.
@@ -114,7 +142,7 @@ class Meter:
         """Return another meter that has measured the same; ``alone`` it asks nobody else."""
         other = copy.copy(self)
         other._mean = None if alone else self._mean
-        other._scalars, other._sizes = list(self._scalars), list(self._sizes)
+        other._scalars, other._sizes, other._factors = list(self._scalars), list(self._sizes), list(self._factors)
         return other
 
     def _rows(self, mean: Callable[[Tensor], Tensor] | None) -> list[Observation]:
@@ -123,23 +151,29 @@ class Meter:
             return [Observation(None, None, size) for size in sizes]
         if not sizes:
             return []
+        columns = self._columns(mean)
+        losses = columns.pop(0) if self.measures_loss else [None] * len(sizes)
+        norms: list[Any] = [norm * norm for norm in columns[-1]] if self.measures_norm else [None] * len(sizes)
+        variances: list[Any] = [None] * len(sizes)
+        if self.measures_variance:
+            triples = zip(columns[0], norms, self._factors, strict=True)
+            variances = [(small * small - norm) * factor for small, norm, factor in triples]
+        if not self._shows_norm:
+            norms = [None] * len(sizes)
+        return [Observation(*row) for row in zip(losses, norms, sizes, variances, strict=True)]
+
+    def _columns(self, mean: Callable[[Tensor], Tensor] | None) -> list[list[float]]:
+        """Return the closed rows' values, by what they are."""
         stacked = self._stacked()
         if mean is None:
             values = stacked.tolist()
-        else:  # of the norms the squares: each shard holds its share of the sum
+        else:  # of the norms the squares: each shard holds its share of the sum, and each first part an estimate
             rows = stacked.double().view(-1, self._width)
-            if self.measures_norm:
-                rows[:, -1].square_()
+            rows[:, self.measures_loss :].square_()
             rows = mean(rows)
-            if self.measures_norm:
-                rows[:, -1].sqrt_()
+            rows[:, self.measures_loss :].sqrt_()
             values = rows.flatten().tolist()
-        losses = values[:: self._width] if self.measures_loss else [None] * len(sizes)
-        norms = values[self._width - 1 :: self._width] if self.measures_norm else [None] * len(sizes)
-        return [
-            Observation(loss, None if norm is None else norm * norm, size)
-            for loss, norm, size in zip(losses, norms, sizes, strict=True)
-        ]
+        return [values[column :: self._width] for column in range(self._width)]
 
     def _norm(self, stepped: Sequence[int]) -> Tensor:
         norms = [self._norms[optimizer] for optimizer in stepped if optimizer in self._norms]

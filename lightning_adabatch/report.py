@@ -25,6 +25,9 @@ class Record:
         device_batch_size: Samples on one rank, or None where that is all of them.
         loss: The policy's estimate of the training loss, else the last loss observed, or None.
         grad_norm_sq: The same of the squared gradient norm.
+        grad_variance: The same of the trace of the covariance of single samples' gradients.
+        gradient_diversity: As measured last, or None.
+        evaluated: Samples that measurements before decisions took so far, or None for none.
         skipped: Batches without an update and observations that were not finite, or None for none so far.
     """
 
@@ -37,6 +40,9 @@ class Record:
     device_batch_size: int | None = None
     loss: float | None = None
     grad_norm_sq: float | None = None
+    grad_variance: float | None = None
+    gradient_diversity: float | None = None
+    evaluated: int | None = None
     skipped: int | None = None
 
     def metrics(self) -> dict[str, float]:

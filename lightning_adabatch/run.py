@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_adabatch.bridge import Bridge, prepare, ranks_of, shards_of
 from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.data import TrainData
+from lightning_adabatch.evaluation import Evaluation
 from lightning_adabatch.limits import Decision
 from lightning_adabatch.logbook import Logbook
 from lightning_adabatch.lr import LRFactor, planned_steps
@@ -57,6 +59,8 @@ class Run:
         self._lr = LRFactor([])
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
+        fraction = getattr(settings.policy, "fraction", 1.0)
+        self._evaluation = Evaluation(trainer, self._ranks, fraction, self._data.to_evaluate)
         self._in_parts = False  # whether updates may have several
         # Whether Lightning makes updates of several batches, since the loader is left alone.
         self._in_windows = settings.adapt == "lr" and trainer.accumulate_grad_batches > 1
@@ -81,7 +85,12 @@ class Run:
             self._trainer.accumulate_grad_batches > 1
             or self._settings.max_device_batch_size is not None
             or self._data.lowered is not None
+            or self._settings.follows_variance
         )
+        if self._settings.follows_variance:
+            guards.check_variance(self._trainer, self._settings, len(self._bridge.slot.loaders))
+        if self._settings.evaluates:
+            guards.check_evaluation(self._trainer, self._settings, self._data.own_loaders)
         if self._in_parts:
             guards.check_parts(self._trainer)
             self._bridge.accumulate()
@@ -106,10 +115,12 @@ class Run:
             training_samples=training_samples,
             observe=self._meter.peek,
             notify=rank_zero_warn,
+            evaluate=self._evaluation.measure,
         )
         self._data.controller = self.controller
         if restored is None:
             self._apply(self.controller.start(self._base_rate))
+            self._evaluation.forget()
         else:
             self._go_on(self.controller, restored)
         self._logbook.begin()
@@ -160,6 +171,22 @@ class Run:
             part = self._bridge.slot.live.plan.part
         self.update.take_loss(loss, part, samples)
 
+    def after_backward(self) -> None:
+        """Note that there are gradients, and measure those of the first of several parts.
+
+        Before the last part no rank has told another of its gradients.
+        """
+        self.update.had_backward = True
+        optimizers = self._trainer.optimizers
+        if self._in_windows:
+            windows = self._bridge.windows
+            if windows.batches == 1 and not windows.complete:
+                share = 1 / self._trainer.accumulate_grad_batches
+                self.update.take_first_part(optimizers, share, windows.batch_samples / self._ranks.count)
+        elif self._in_parts and self._bridge.accumulation.first and not self._bridge.accumulation.complete:
+            parts = self._bridge.accumulation
+            self.update.take_first_part(optimizers, parts.share, parts.part_size)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
         self._follow_optimizers()
@@ -177,8 +204,9 @@ class Run:
         trained = self._trained(batch, batch_idx)
         updated = bool(self.update.stepped)
         if updated:
-            self.update.close(trained)
+            self.update.close(trained, self._effective)
         decision = controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
+        self._evaluation.forget()
         self.update.counted = True
         if updated and controller.cadence.due(controller.updates):
             self._meter.clear()
@@ -198,6 +226,11 @@ class Run:
     def _trained(self, batch: Any, batch_idx: int) -> int:
         """Return the samples of the update in hand, over all ranks."""
         return self._bridge.windows.samples if self._in_windows else self._data.trained(batch, batch_idx)
+
+    @property
+    def _effective(self) -> float | None:
+        """The samples whose plain mean has as much noise as the update's gradients; None for all of them."""
+        return self._bridge.windows.effective if self._in_windows else None
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -223,9 +256,12 @@ class Run:
         if settled:
             trained = self._trained(update.batch, self._bridge.resume.ended)
             meter = meter.copy(alone=alone)
-            controller = controller.copy(meter.peek)
+            # A decision that needs the training set evaluated is made now, and known when our hook comes. A rank that
+            # may ask no other cannot: the decision before it stands, and the run that goes on decides at the next.
+            ask = self._evaluation.recall if alone and self._ranks.several else self._evaluation.measure
+            controller = controller.copy(meter.peek, ask)
             if updated and not update.closed:
-                meter.close(trained, update.stepped)
+                meter.close(trained, update.stepped, self._effective)
             if not update.counted:
                 controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
             if updated and controller.cadence.due(controller.updates):
@@ -237,7 +273,7 @@ class Run:
         everybody = [own] if alone else self._ranks.gather(own)
         snapshot = Snapshot(
             rule=controller.state_dict(),
-            rows=[[row.loss, row.grad_norm_sq, row.batch_size] for row in meter.peek(alone=alone)],
+            rows=[list(astuple(row)) for row in meter.peek(alone=alone)],
             logged=self._logbook.state_after(controller.updates if settled and updated else None, used, trained),
             place=place,
             metrics=metrics,

@@ -67,6 +67,16 @@ class Settings:
         """When decisions are made."""
         return Cadence(self.dwell, self.wait)
 
+    @property
+    def follows_variance(self) -> bool:
+        """Whether the policy asks for the variance of gradients, of which only an update in parts tells."""
+        return "grad_variance" in self.policy.requires
+
+    @property
+    def evaluates(self) -> frozenset[str]:
+        """What the policy may have measured on the training set, right before a decision."""
+        return EVALUATED & self.policy.requires
+
     def limits(
         self,
         initial_batch_size: int,
@@ -100,7 +110,15 @@ class Settings:
             )
         given = max(initial, training_samples or 0) if self.max_batch_size is None else self.max_batch_size
         cap = given if given == math.inf else round_down(given, multiple)
-        floor = round_up(self.min_batch_size, multiple)
+        # Of a single sample on each rank no variance can be seen: a rule that follows it would end there.
+        least = 2 * ranks if self.follows_variance else 1
+        floor = round_up(max(self.min_batch_size, least), multiple)
+        if initial < least and not resumed:
+            raise MisconfigurationException(
+                f"AdaptiveBatchSize: {self.policy!r} follows the variance of gradients, which needs two samples per "
+                f"rank, and the initial batch size is {initial}{of_ranks and f' on {ranks} ranks'}. Set batch_size=2 "
+                "or more in the DataLoader."
+            )
         if cap < multiple or floor > cap or not (floor <= initial <= cap or resumed):
             raise MisconfigurationException(
                 f"AdaptiveBatchSize: the initial batch size {initial} is not within {floor} and {cap}, which are "

@@ -56,10 +56,8 @@ class Update:
 
     def take_loss(self, loss: Tensor, part: int, samples: int = 0) -> None:
         """Measure the loss, of a part its share or the mean over its samples, without a gradient scaler's factor."""
-        scaler = self._scaler
         self.loss_seen = True
-        unscaled = loss if scaler is None else loss.detach() / scaler.scale(torch.ones_like(loss))
-        self.meter.loss(unscaled, part, samples)
+        self.meter.loss(self._unscaled(loss), part, samples)
 
     def take_gradients(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         """Measure the gradients that an optimizer is about to step with, times ``scale``."""
@@ -67,9 +65,22 @@ class Update:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.meter.gradients(grads, id(optimizer), scale)
 
-    def close(self, trained: int) -> None:
-        """End its row: it was an update over ``trained`` samples."""
-        self.meter.close(trained, self.stepped)
+    def take_first_part(self, optimizers: list[Optimizer], share: float, samples: float) -> None:
+        """Measure the gradients of the first of several parts, which are ``share`` of its mean ones.
+
+        Args:
+            optimizers: Whose gradients they are.
+            share: Of the part in the update.
+            samples: Of the part, on this rank.
+        """
+        if self.meter.measures_variance:
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+            self.meter.small_gradients(grads, samples, lambda norm: self._unscaled(norm) / share)
+
+    def close(self, trained: int, effective: float | None = None) -> None:
+        """End its row: it was an update over ``trained`` samples, with the noise of ``effective`` ones."""
+        self.meter.close(trained, self.stepped, effective)
         self.closed = True
         if self.manual and not self.had_backward and self.meter.measures_loss:
             self._loss_unseen()
@@ -83,6 +94,10 @@ class Update:
         """Watch no optimizer any longer; safe to call twice."""
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _unscaled(self, value: Tensor) -> Tensor:
+        scaler = self._scaler
+        return value if scaler is None else value.detach() / scaler.scale(torch.ones_like(value))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs

@@ -91,6 +91,8 @@ class Recorder(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, y, index = batch
+        if not self.training:  # nothing is trained: a policy has the training set evaluated
+            return self.loss(x, y)
         trainer = self.trainer
         rate = float(trainer.optimizers[0].param_groups[0]["lr"])
         planned, last = trainer.num_training_batches, trainer.is_last_batch
@@ -162,6 +164,24 @@ class Listening(Sizes):
         return state
 
 
+@dataclass(frozen=True)
+class Measuring(Sizes):
+    """Ask for given sizes, and note every observation and what is measured on the training set."""
+
+    seen: list[Observation] = field(default_factory=list)
+    measured: list[dict[str, float]] = field(default_factory=list)
+    requires: frozenset[str] = frozenset({"loss", "grad_norm_sq", "grad_variance"})
+    fraction: float = 1.0
+
+    def update(self, state: Any, observation: Observation) -> Any:
+        self.seen.append(observation)
+        return state
+
+    def take(self, state: Any, progress: Progress) -> Any:
+        self.measured.append(dict(progress.measured))
+        return state
+
+
 def quiet(callbacks=(), *, epochs: int = 2, root=None, **kwargs: Any) -> pl.Trainer:
     """Return a Trainer on the CPU that writes nothing."""
     settings = {
@@ -196,8 +216,10 @@ class Watch(pl.Callback):
         self.ours = ours
         self.observations: list[Observation] = []
         self.sizes: list[int] = []
+        self.updates: list[int] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.updates.append(self.ours.updates)
         self.observations.append(self.ours._controller.latest)
         self.sizes.append(self.ours.batch_size)
 

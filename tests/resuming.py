@@ -94,6 +94,8 @@ class Learner(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y, index = batch
         loss = nn.functional.cross_entropy(self.net(x), y)
+        if not self.training:  # nothing is trained: a policy has the training set evaluated
+            return loss
         trainer = self.trainer
         rate = float(trainer.optimizers[0].param_groups[0]["lr"])
         progress = (trainer.global_step, trainer.num_training_batches, bool(trainer.is_last_batch))

@@ -21,7 +21,8 @@ from lightning_adabatch import (
     Schedule,
 )
 
-#: On some tens of updates on 50 samples in batches of 4 each of them moves, but for the one that never does.
+#: On some tens of updates on 50 samples in batches of 4 each of them moves, but for the one that never does. The
+#: learning rate is 0.1.
 SETTINGS: dict[str, Policy[Any]] = {
     "RadaDamp": RadaDamp(rho=0.6, grad_norm_weight=0.1, warmup=2),
     "GradNormDamp": GradNormDamp(rho=0.6),
@@ -30,13 +31,15 @@ SETTINGS: dict[str, Policy[Any]] = {
     "ExponentialDamp": ExponentialDamp(rate=1.05),
     "Schedule": Schedule({0: 4, 0.4: 7, 1.7: 16}, unit="epochs"),
     "Constant": Constant(),
-}
-
-#: The same for those that ask for more than a loss and a gradient norm. The learning rate is 0.1.
-MEASURING: dict[str, Policy[Any]] = {
     "AdaDamp": AdaDamp(optimal_loss=0.01, fraction=0.5),
     "NoiseScale": NoiseScale(rho=0.6, scale=2.0, warmup=2),
-    "CABS": CABS(rho=0.6, scale=10.0, warmup=2),
+    "CABS": CABS(rho=0.6, scale=40.0, warmup=2),
     "NormTest": NormTest(theta=0.7, rho=0.6, warmup=2),
     "DiveBatch": DiveBatch(delta=2.0, every=0.4, fraction=0.5),
 }
+
+#: Those that ask for more than a loss and a gradient norm.
+MEASURING = {name: policy for name, policy in SETTINGS.items() if policy.requires - {"loss", "grad_norm_sq"}}
+
+#: Those that follow the variance of gradients, which only updates of several batches or parts show.
+IN_PARTS = frozenset(name for name, policy in SETTINGS.items() if "grad_variance" in policy.requires)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +29,7 @@ class Windows:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.batches = self.samples = self.batch_samples = 0
+        self._inverses = 0.0  # summed up over the batches' samples
         self.complete = True
 
     @property
@@ -35,13 +37,20 @@ class Windows:
         """What makes the mean gradient of the window's batches of their sum, which Lightning divides by a constant."""
         return self._trainer.accumulate_grad_batches / self.batches
 
+    @property
+    def effective(self) -> float:
+        """Samples whose plain mean has as much noise as the mean of the batches' means: all, if these are equal."""
+        return self.batches**2 / self._inverses if self._inverses else 0.0
+
     def begin_batch(self, samples: int) -> None:
         """Take a batch into the window."""
         if self.complete:
             self.batches = self.samples = 0
+            self._inverses = 0.0
         self.batches += 1
         self.samples += samples
         self.batch_samples = samples
+        self._inverses += 1.0 / samples if samples else math.inf
         self.complete = not self._trainer.fit_loop._should_accumulate()
 
 
@@ -85,12 +94,22 @@ class Accumulation:
         """Whether the part in hand is the first one of its update."""
         return self._slot.loader is None or self._slot.live.plan.part <= 1
 
+    @property
+    def share(self) -> float:
+        """The share of the part in hand in its update's samples."""
+        plan = self._slot.live.plan
+        return plan.part_size / plan.last_size
+
+    @property
+    def part_size(self) -> int:
+        """Samples of the part in hand, on this rank."""
+        return self._slot.live.plan.part_size
+
     def weigh(self, loss: Tensor) -> None:
         """Weigh a part's loss by its share of the update's samples, in place.
 
         Lightning has divided it by ``accumulate_grad_batches``, into a tensor of its own.
         """
-        plan = self._slot.live.plan
-        weight = self._trainer.accumulate_grad_batches * plan.part_size / plan.last_size
+        weight = self._trainer.accumulate_grad_batches * self.share
         if weight != 1.0:
             loss.mul_(weight)

@@ -63,6 +63,11 @@ class Counts:
             return None, int(limit) * size
         return int(limit), None
 
+    def overfitted(self, kind: Kind, size: int) -> int | None:
+        """Return how many samples of a rank ``overfit_batches`` limits the epoch to; None if it does not."""
+        overfit: int | float = self._trainer.overfit_batches  # type: ignore[attr-defined]  # set late
+        return self.limits_of(kind, size)[1] if overfit else None
+
     @property
     def limits_share(self) -> bool:
         """Whether the Trainer limits the epoch to a share of the data, or overfits a fixed set of samples."""

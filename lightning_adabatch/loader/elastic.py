@@ -37,6 +37,7 @@ class ElasticLoader:
         max_samples: No pass has more samples, or None.
         accumulate: The initial batch has so many of the user's, handed out one by one.
         device_limit: Batches of more samples are handed out in parts, or None.
+        least_parts: Every batch is handed out in so many parts at least, as far as it has the samples.
 
     Attributes:
         dataset, sampler, num_workers, drop_last, worker_init_fn: As in a ``DataLoader``. Everything else
@@ -71,6 +72,7 @@ class ElasticLoader:
         max_samples: int | None = None,
         accumulate: int = 1,
         device_limit: int | None = None,
+        least_parts: int = 1,
     ) -> None:
         self.loader = loader
         self.kind: Kind = kind_of(loader)
@@ -84,7 +86,7 @@ class ElasticLoader:
         self.nominal = False
         self.max_batches = max_batches
         self.initial_batch_size = self.own_batch_size * accumulate
-        self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit)
+        self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit, least_parts)
         self.ended: Callable[[Pass], None] | None = None
         self._owned: DataLoader[Any] | None = None
         self.carried: list[Any] = []
@@ -280,9 +282,15 @@ class ElasticLoader:
     def _fresh_plan(self) -> EpochPlan:
         unknown = self.available() is None
         total = 0 if unknown else int(self.epoch_samples) + len(self.carried)
-        limit = self._size.device_limit
-        own = self.initial_batch_size
-        return EpochPlan(total, own, self.tail, self.max_batches, open=unknown, device_limit=limit)
+        return EpochPlan(
+            total,
+            self.initial_batch_size,
+            self.tail,
+            self.max_batches,
+            open=unknown,
+            device_limit=self._size.device_limit,
+            least_parts=self._size.least_parts,
+        )
 
     def _nominal_length(self) -> int | float:
         """Return the length of the user's loader, whatever the size in force and the limits of the Trainer."""

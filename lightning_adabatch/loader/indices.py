@@ -44,7 +44,7 @@ class IndexSupply(Supply):
 
     def take(self, size: int) -> list[Any]:
         """Return the samples that the plan just handed out."""
-        self.blocks.blocks.note(size if self.plan.device_limit is None else self._size.device_size)
+        self.blocks.blocks.note(self._size.device_size if self.plan.in_parts else size)
         return super().take(size)
 
     def put_back(self) -> None:

@@ -16,6 +16,12 @@ Tail = Literal["keep", "carry", "drop"]
 _TREND_STEPS = 4  # the size moves at every batch once it moved at this many in a row
 
 
+def parts_of(size: int, device_limit: int | None, least_parts: int = 1) -> int:
+    """Return in how many parts a batch of ``size`` samples is handed out."""
+    needed = 1 if device_limit is None else -(-size // device_limit)
+    return max(needed, min(least_parts, size))
+
+
 @dataclass
 class EpochPlan:
     """Where one pass over the data stands.
@@ -31,6 +37,7 @@ class EpochPlan:
         open: More samples may follow than ``total``, the ones that are known: see :meth:`see`.
         device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
+        least_parts: Every batch is handed out in so many parts at least, as far as it has the samples.
 
     Attributes:
         consumed: Samples handed out.
@@ -57,6 +64,7 @@ class EpochPlan:
     part_size: int = 0
     rest: int = 0
     parts_left: int = 0
+    least_parts: int = 1
 
     def __post_init__(self) -> None:
         """A pass without samples or without batches is over before it starts."""
@@ -110,7 +118,12 @@ class EpochPlan:
 
     def parts(self, size: int) -> int:
         """Return in how many parts a batch is handed out."""
-        return 1 if self.device_limit is None else -(-size // self.device_limit)
+        return parts_of(size, self.device_limit, self.least_parts)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether batches may have several parts."""
+        return self.device_limit is not None or self.least_parts > 1
 
     def _begin(self, size: int) -> bool:
         batch = self.next_size(size)
@@ -201,7 +214,7 @@ class BlockPlan:
         self._moved = self._moved or size != self._first_size
         block = int(min(self.reach(size), self.available)) - self.dispatched
         first = self.plan.unsized and self.dispatched == 0  # it is trained, even if it is all there is
-        seen = self.plan.tail == "keep" or self._moved or self.plan.device_limit or first
+        seen = self.plan.tail == "keep" or self._moved or self.plan.in_parts or first
         if block < size and not seen:
             return 0  # a tail that nobody will see, unless the size changes: then it is asked for again
         self.dispatched += block

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from lightning_adabatch.loader.plan import parts_of
+
 
 class SizeInForce:
     """The batch size in force.
@@ -15,6 +17,7 @@ class SizeInForce:
         max_samples: No pass has more samples, or None.
         wanted: Samples per batch that are asked for.
         device_limit: Samples of one part of a batch at most, or None.
+        least_parts: Of every batch.
 
     Attributes:
         agreed: What all ranks have of the samples; None for all.
@@ -29,8 +32,10 @@ class SizeInForce:
         max_samples: int | None,
         wanted: int,
         device_limit: int | None = None,
+        least_parts: int = 1,
     ) -> None:
         self.device_limit = device_limit
+        self.least_parts = least_parts
         self.agreed: int | None = None
         self._samples = samples
         self.max_samples = max_samples
@@ -53,4 +58,4 @@ class SizeInForce:
         known = [count for count in (self.available(), self.max_samples) if count is not None]
         samples = self.epoch_samples = min(known, default=math.inf)
         size = self.batch_size = int(min(self._wanted, samples)) if samples else self._wanted
-        self.device_size = size if self.device_limit is None else -(-size // -(-size // self.device_limit))
+        self.device_size = -(-size // parts_of(size, self.device_limit, self.least_parts))

@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from models import Indexed, Recorder, Watch, adapt, loader, quiet
+from models import Indexed, Measuring, Recorder, Watch, adapt, loader, quiet
 from settings_of_policies import SETTINGS
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -184,6 +184,7 @@ def seen(module: Recorder, ours: AdaptiveBatchSize, watch: Watch, trainer: pl.Tr
     return {
         "batches": [asdict(batch) for batch in module.batches],
         "decisions": watch.sizes,
+        "updates": watch.updates,
         "observations": [None if row is None else asdict(row) for row in watch.observations],
         "counts": [ours.batch_size, ours.lr_factor, ours.updates, ours.samples, ours.epochs, trainer.global_step],
         "weights": (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist(),
@@ -304,6 +305,26 @@ def mid_epoch(out: Path, name: str) -> dict[str, Any]:
     return train(Recorder(), loader(53, 4, shuffle=True), rada(), ckpt=out / name, root=out)
 
 
+class Together(Recorder):
+    """Its ranks speak to each other in every step."""
+
+    def loss(self, x, y):
+        torch.distributed.all_reduce(torch.ones(()))
+        return super().loss(x, y)
+
+
+def measured(
+    out: Path, *requires: str, samples: int = 64, adapt: Any = "batch_size", kind: Any = Recorder, **kwargs: Any
+) -> dict[str, Any]:
+    """Train with weights that stay, and note what was measured."""
+    policy = Measuring([8, 8, 12, 16], requires=frozenset(requires))
+    ours = AdaptiveBatchSize(policy, None if adapt == "lr" else 16, adapt=adapt)
+    train_loader = DataLoader(learnable(samples), 4, shuffle=True)
+    result = train(kind(lr=0.0), train_loader, ours, root=out, **kwargs)
+    rows = [asdict(row) for row in policy.seen]
+    return {**result, "rows": rows, "measured": policy.measured, "evaluated": ours._controller.evaluated}
+
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "rank_dependent": lambda out: train(RankDependent(), loader(96, 4, shuffle=True), rada(dwell=2), root=out),
     "plain_sampler": lambda out: train(Recorder(), loader(64, 4), adapt(8, 8, 16, max_batch_size=16), root=out),
@@ -345,6 +366,12 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
         )
         for name, policy in SETTINGS.items()
     },
+    "variance": lambda out: measured(out, "grad_variance", "grad_norm_sq"),
+    "variance_lr": lambda out: measured(
+        out, "grad_variance", "grad_norm_sq", adapt="lr", accumulate_grad_batches=2, epochs=2
+    ),
+    "evaluated_together": lambda out: measured(out, "full_loss", samples=49, kind=Together, epochs=1),
+    "evaluated": lambda out: measured(out, "full_loss", "gradient_diversity", samples=51, epochs=1),
     "from_one": lambda out: mid_epoch(out, "one.ckpt"),
     "save_two": lambda out: train(
         Recorder(), loader(53, 4, shuffle=True), rada(), extra=[SaveOnce(out / "two.ckpt", 4)], root=out

@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gradients import gradients_of_samples, variance_of_two
 from launching import RANKS, TORCHRUN, launch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, XLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, Watch, loader, quiet
-from ranks import rada
-from settings_of_policies import SETTINGS
+from ranks import learnable, rada
+from settings_of_policies import IN_PARTS, SETTINGS
 from torch.utils.data import DataLoader
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp, guards
@@ -53,6 +54,11 @@ def test_batches_have_the_size_decided(name, both):
     """Over both ranks a batch has the size decided, which both can share, but for the ends of epochs."""
     first, _ = both(name)
     assert all(size % 2 == 0 for size in first["decisions"])
+    if name.removeprefix("policy_") in IN_PARTS:
+        assert len(first["batches"]) == 2 * first["updates"][-1]
+        parts = iter(first["batches"])
+        first["batches"] = [{**b, "indices": a["indices"] + b["indices"]} for a, b in zip(parts, parts, strict=True)]
+        first["decisions"] = first["decisions"][1::2]
     for decided, (batch, after) in zip(first["decisions"], pairwise([*first["batches"][1:], None]), strict=False):
         if after is not None and batch["epoch"] == after["epoch"] and not batch["last"]:
             assert 2 * len(batch["indices"]) == decided
@@ -157,6 +163,46 @@ def test_accumulated_on_several_ranks(both):
     assert first["decisions"][:4] == [16, 16, 16, 28]
     for epoch in range(2):
         assert Counter(indices(first, epoch) + indices(second, epoch)) == Counter(range(68))
+
+
+@pytest.mark.parametrize("name", ["variance", "variance_lr"])
+def test_variance_on_several_ranks(name, both):
+    """Tr Σ is from the first parts of both ranks, each with its own gradient, and from the whole update."""
+    results = both(name)
+    gradients = gradients_of_samples(Recorder(), learnable(64))
+    updates = [[], []]
+    for found, result in zip(updates, results, strict=True):
+        parts = iter(result["batches"])
+        found += [(one["indices"], other["indices"]) for one, other in zip(parts, parts, strict=True)]
+    assert len(updates[0]) == len(results[0]["rows"]) >= 8
+    for row, *ranks in zip(results[0]["rows"], *updates, strict=True):
+        expected = variance_of_two(
+            gradients, [first for first, _ in ranks], [i for pair in ranks for p in pair for i in p]
+        )
+        assert row["grad_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_ranks_that_speak_in_each_step(both):
+    """Of 49 samples one rank has 25 and one 24: both take as many steps, and each sample counts once."""
+    data = learnable(49)
+    for result in both("evaluated_together"):
+        assert result["evaluated"] == 49 * len(result["measured"])
+        loss = Recorder().loss(data.x, data.y).item()
+        assert [found["full_loss"] for found in result["measured"]] == pytest.approx([loss] * len(result["measured"]))
+
+
+def test_training_set_evaluated_on_several_ranks(both):
+    """Loss and gradient diversity are those of one process over all 51 samples, each counted once."""
+    gradients = gradients_of_samples(Recorder(), learnable(51))
+    data = learnable(51)
+    loss = Recorder().loss(data.x, data.y).item()
+    diversity = gradients.square().sum(1).mean() / gradients.mean(0).square().sum()
+    for result in both("evaluated"):
+        assert len(result["measured"]) == result["updates"][-1] + 1
+        assert result["evaluated"] == 2 * 51 * len(result["measured"])
+        for found in result["measured"]:
+            assert found["full_loss"] == pytest.approx(loss, rel=1e-6)
+            assert found["gradient_diversity"] == pytest.approx(diversity.item(), rel=1e-5)
 
 
 def test_grows_and_shrinks(both):

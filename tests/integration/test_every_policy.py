@@ -9,12 +9,12 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from resuming import Cut, Learner, Setup, assert_goes_on, resume, run, train_loader
-from settings_of_policies import MEASURING, SETTINGS
+from settings_of_policies import IN_PARTS, SETTINGS
 
 from lightning_adabatch import AdaptiveBatchSize, Policy, policies
 
 every_policy = pytest.mark.parametrize("name", SETTINGS)
-CUTS = [Cut("train_batch_end", 0, 5), Cut("train_batch_end", 1, 2, "before"), Cut("train_epoch_end", 0)]
+CUTS = [Cut("train_batch_end", 0, 5), Cut("train_batch_end", 1, 3, "before"), Cut("train_epoch_end", 0)]
 
 
 def plan(name: str, **kwargs) -> Setup:
@@ -25,18 +25,23 @@ def plan(name: str, **kwargs) -> Setup:
 def test_table_is_complete():
     """A new policy is a new row of the table."""
     public = {value for value in vars(policies).values() if isinstance(value, type) and issubclass(value, Policy)}
-    assert {type(policy) for policy in {**SETTINGS, **MEASURING}.values()} == public - {Policy}
+    assert {type(policy) for policy in SETTINGS.values()} == public - {Policy}
 
 
 @every_policy
 def test_trains(name, tmp_path):
     """Sizes are the decisions, which move and stay below the cap; past it the LR falls instead."""
     outcome = run(plan(name), tmp_path)
-    sizes = [step.size for step in outcome.steps]
-    decided = [step.decision[0] for step in outcome.steps]
-    for before, step in zip(decided, outcome.steps[1:], strict=False):
-        last_of_epoch = step.progress[2]
-        assert step.size == before or last_of_epoch
+    sizes, decided, parts = [], [outcome.steps[0].size], []
+    for step in outcome.steps:
+        parts.append(step.size)
+        if step.decision[2] == len(sizes) + 1:  # updates
+            assert sum(parts) == decided[-1] or step.progress[2] or not sizes  # the epoch's last batch
+            assert len(parts) == (2 if name in IN_PARTS else 1)
+            sizes.append(sum(parts))
+            decided.append(step.decision[0])
+            parts.clear()
+    decided.pop(0)
     assert max(sizes) <= 13  # a single leftover sample joins
     assert (len(set(decided)) == 1) == (name == "Constant")
 
@@ -44,7 +49,8 @@ def test_trains(name, tmp_path):
 @every_policy
 def test_moves_the_rate_alone(name, tmp_path):
     """With ``adapt="lr"`` the batches are the loader's own, and the LR takes the damping."""
-    setup = Setup(lambda: AdaptiveBatchSize(SETTINGS[name], adapt="lr"))
+    trainer = {"accumulate_grad_batches": 2} if name in IN_PARTS else {}
+    setup = Setup(lambda: AdaptiveBatchSize(SETTINGS[name], adapt="lr"), trainer=trainer)
     outcome = run(setup, tmp_path)
     assert {step.size for step in outcome.steps} == {4, 2}
     rates = {step.lr for step in outcome.steps}
@@ -84,4 +90,4 @@ def test_comes_from_yaml(name, tmp_path, monkeypatch):
     cli = LightningCLI(Module, args=["fit", f"--config={path}"], save_config_callback=None)
     ours = next(callback for callback in cli.trainer.callbacks if isinstance(callback, AdaptiveBatchSize))
     assert ours.policy == policy
-    assert ours.updates == len(cli.model.steps) > 0
+    assert ours.updates == len(cli.model.steps) / (2 if name in IN_PARTS else 1) > 0

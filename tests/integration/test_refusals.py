@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import lightning_adabatch
-from lightning_adabatch import AdaptiveBatchSize, GeoDamp, RadaDamp, guards
+from lightning_adabatch import AdaDamp, AdaptiveBatchSize, GeoDamp, NormTest, RadaDamp, guards
 
 SOURCE = Path(lightning_adabatch.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -147,6 +147,83 @@ def batches_without_a_size(root):
     fit(Recorder(), Words(), callbacks=[adapt(4, adapt="lr")], root=root)
 
 
+class OwnLoader(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+def follows_variance(root, module=None, train=None, **kwargs):
+    settings = kwargs.pop("settings", {})
+    ours = AdaptiveBatchSize(NormTest(), **settings)
+    fit(module or Recorder(), train or loader(8, 4), callbacks=[ours], root=root, **kwargs)
+
+
+def variance_by_hand(root):
+    follows_variance(root, Manual())
+
+
+def variance_of_shards(root):
+    ours = adapt(4).settings
+    trainer = quiet(root=root)
+    trainer.strategy.connect(Recorder())
+    trainer._accelerator_connector.strategy = sharded_strategy(trainer)
+    guards.check_variance(trainer, ours, 1)
+
+
+def variance_of_whole_batches(root):
+    follows_variance(root, settings={"adapt": "lr"})
+
+
+def variance_of_several_loaders(root):
+    follows_variance(root, train=[loader(8, 4), loader(8, 4)])
+
+
+def variance_and_frequency(root):
+    follows_variance(root, Rare())
+
+
+def variance_of_single_samples(root):
+    follows_variance(root, train=loader(8, 1))
+
+
+def evaluates(root, module=None, train=None, **kwargs):
+    ours = AdaptiveBatchSize(AdaDamp(), max_batch_size=8) if not kwargs else AdaptiveBatchSize(AdaDamp(), **kwargs)
+    fit(module or Recorder(), loader(8, 4) if train is None else train, callbacks=[ours], root=root)
+
+
+def evaluated_by_hand(root):
+    evaluates(root, Manual())
+
+
+def evaluated_shards(root):
+    trainer = quiet(root=root)
+    trainer.strategy.connect(Recorder())
+    trainer._accelerator_connector.strategy = sharded_strategy(trainer)
+    guards.check_evaluation(trainer, AdaptiveBatchSize(AdaDamp()).settings, [loader(8, 4)])
+
+
+def sharded_strategy(trainer):
+    strategy = object.__new__(FSDPStrategy)
+    strategy._lightning_module = trainer.strategy._lightning_module
+    return strategy
+
+
+def evaluated_loaders(root):
+    evaluates(root, train=[loader(8, 4), loader(8, 4)])
+
+
+def evaluated_loader_of_its_own(root):
+    evaluates(root, train=OwnLoader(Indexed(8), 4), adapt="lr")
+
+
+def evaluated_batches(root):
+    evaluates(root, train=DataLoader(Indexed(8), batch_size=None), adapt="lr")
+
+
+def evaluated_stream(root):
+    evaluates(root, train=DataLoader(Streamed(8), 4))
+
+
 def empty(root):
     fit(Recorder(), loader(0, 4), callbacks=[adapt(4)], root=root)
 
@@ -183,6 +260,18 @@ SETUPS: dict[Any, str] = {
     stream_that_is_carried: "tail='carry' with the iterable data set Streamed",
     stream_in_epochs: "training data without a length with GeoDamp(factor=2, delay=1), which counts in epochs.",
     batches_without_a_size: "the train loader Words: neither it nor its batch, a object, says how many samples",
+    variance_by_hand: "which follows the variance of gradients, with manual optimization. What to do: use a policy",
+    variance_of_shards: "with FSDPStrategy: no rank sees the gradients of its own samples. What to do: use strategy=",
+    variance_of_whole_batches: "and updates of one batch each, which is left whole. What to do: set Trainer",
+    variance_of_several_loaders: "which follows the variance of gradients, with several train loaders. What to do: use",
+    variance_and_frequency: "with a scheduler with a frequency other than 1. What to do: set frequency=1 in configure",
+    variance_of_single_samples: "needs two samples per rank, and the initial batch size is 1. Set batch_size=2",
+    evaluated_by_hand: "which measures full_loss on the training set, with manual optimization: its training_step",
+    evaluated_shards: "on the training set, with FSDPStrategy. What to do: use strategy='ddp', or use a policy that",
+    evaluated_loaders: "on the training set, with several train loaders. What to do: use a policy that does without",
+    evaluated_loader_of_its_own: "with the train loader OwnLoader. What to do: use a plain DataLoader, or use a policy",
+    evaluated_batches: "with DataLoader(batch_size=None). What to do: set a batch_size in the DataLoader, and let the",
+    evaluated_stream: "with the iterable data set Streamed. What to do: use a map-style data set, or use a policy that",
     empty: "an empty Indexed: there is nothing to train on. What to do: give it samples.",
     resume_without_our_state: "a checkpoint that was written without it: batch size, averages and counts are not there",
     resume_with_another_policy: "What to do: resume with the policy that the checkpoint was written with, or load the",

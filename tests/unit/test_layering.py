@@ -31,21 +31,24 @@ LAYERS: dict[str, set[str]] = {
     "sinks": {"report"},
     "guards": {"loader", "settings"},
     "fixed": {"guards", "loader"},
+    "diversity": set(),
+    "subset": set(),
     "bridge": {"generators", "loader", "ranks", "sinks", "validation"},
     "places": {"bridge", "checkpoint", "guards", "loader", "ranks"},
     "data": {"bridge", "controller", "fixed", "guards", "loader", "places", "ranks", "settings"},
-    "logbook": {"controller", "limits", "report", "sinks"},
+    "evaluation": {"bridge", "diversity", "ranks", "subset"},
+    "logbook": {"controller", "limits", "policies", "report", "sinks"},
     "update": {"meter"},
     "run": {
-        *("bridge", "checkpoint", "controller", "data", "guards", "limits", "logbook", "lr", "meter", "policies"),
-        *("report", "settings", "update"),
+        *("bridge", "checkpoint", "controller", "data", "guards", "evaluation", "limits", "logbook", "lr", "meter"),
+        *("policies", "report", "settings", "update"),
     },
     "callback": {"checkpoint", "controller", "guards", "policies", "run", "settings"},
     "__init__": {"callback", "policies"},
 }
 
 PURE = {"policies", "limits", "controller", "report", "validation", "checkpoint"}
-TORCH_ONLY = {"loader", "meter", "lr", "generators", "ranks", "update"}
+TORCH_ONLY = {"loader", "meter", "lr", "generators", "ranks", "update", "diversity", "subset"}
 POLICIES_MAY_IMPORT = {"__future__", "abc", "collections", "dataclasses", "math", "typing", "typing_extensions"}
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_adabatch.meter import MEASURES, Meter, grad_norm
+from lightning_adabatch.meter import Meter, grad_norm
 from lightning_adabatch.policies import Observation
 
+BOTH = frozenset({"loss", "grad_norm_sq"})
 VALUES = st.floats(-1e3, 1e3, width=32)
 UPDATES = st.lists(
     st.tuples(VALUES, st.lists(st.lists(VALUES, max_size=4), max_size=4), st.integers(1, 512)), max_size=40
@@ -35,7 +36,7 @@ def measure(meter, loss=0.5, gradients=((3.0,), (4.0,)), batch_size=8):
 @given(UPDATES, st.integers(1, 20))
 def test_rows_are_the_updates(updates, window):
     """Any number of updates, read in windows of any length, come back in order with their losses and squared norms."""
-    meter, rows = Meter(MEASURES), []
+    meter, rows = Meter(BOTH), []
     for number, update in enumerate(updates, 1):
         measure(meter, *update)
         if number % window == 0:
@@ -49,7 +50,7 @@ def test_rows_are_the_updates(updates, window):
 
 
 @pytest.mark.parametrize("count", [16, 17, 127, 128, 129, 300, 600])
-@pytest.mark.parametrize("requires", [frozenset({"loss"}), frozenset({"grad_norm_sq"}), MEASURES], ids="+".join)
+@pytest.mark.parametrize("requires", [frozenset({"loss"}), frozenset({"grad_norm_sq"}), BOTH], ids="+".join)
 def test_many_updates_between_two_reads(requires, count):
     """However many updates there are between two reads, none is lost and none changes place."""
     meter = Meter(requires)
@@ -64,9 +65,65 @@ def test_many_updates_between_two_reads(requires, count):
     assert meter.read() == [Observation(0.5 if loss else None, 9.0 + 16.0 if norm else None, 8)]
 
 
+def with_variance(meter, small, samples, large, batch_size, **kwargs):
+    """Measure an update by the gradients of its first part and of all of it."""
+    meter.open()
+    meter.loss(torch.tensor(0.5))
+    if small is not None:
+        meter.small_gradients(tensors(small), samples, lambda norm: norm)
+        meter.small_gradients(tensors([[99.0]]), 7, lambda norm: norm)  # a later one does not count
+    meter.gradients(tensors(large))
+    meter.close(batch_size, **kwargs)
+
+
+def test_variance_is_its_formula():
+    """(|G_small|² - |G_big|²) / (1/b - 1/B), by hand: (25 - 4) / (1/2 - 1/8) = 56, and below 0 by noise."""
+    meter = Meter(BOTH | {"grad_variance"})
+    with_variance(meter, [[3.0], [4.0]], 2, [[2.0]], 8)
+    with_variance(meter, [[1.0]], 4, [[2.0]], 8)
+    with_variance(meter, [[3.0], [4.0]], 2, [[2.0]], 8, effective=4.0)
+    assert meter.read() == [
+        Observation(0.5, 4.0, 8, pytest.approx(21 / (1 / 2 - 1 / 8))),
+        Observation(0.5, 4.0, 8, pytest.approx(-3 / (1 / 4 - 1 / 8))),
+        Observation(0.5, 4.0, 8, pytest.approx(21 / (1 / 2 - 1 / 4))),
+    ]
+
+
+@pytest.mark.parametrize(("small", "samples"), [(None, 0), ([[3.0]], 8), ([[3.0]], 9)])
+def test_variance_that_cannot_be_seen(small, samples):
+    """Without a part that is smaller than the update the variance is not a number, in this row alone."""
+    meter = Meter(frozenset({"grad_variance"}))
+    with_variance(meter, small, samples, [[2.0]], 8)
+    with_variance(meter, [[3.0]], 2, [[2.0]], 8)
+    first, second = meter.read()
+    assert math.isnan(first.grad_variance)
+    assert second == Observation(None, None, 8, pytest.approx(5 / (1 / 2 - 1 / 8)))
+
+
+def test_variance_over_processes_is_that_of_the_mean_square():
+    """Each process has a first part of its own: of their squared norms the mean counts, and not of their norms."""
+    others = torch.tensor([[5.0**2, 2.0**2]], dtype=torch.float64)
+    meter = Meter(frozenset({"grad_variance"}), lambda rows: (rows + others) / 2)
+    with_variance(meter, [[3.0]], 2, [[2.0]], 8)
+    assert meter.read()[0].grad_variance == pytest.approx((17 - 4) / (1 / 2 - 1 / 8))
+
+
+def test_variances_survive_copy_and_many_rows():
+    """Rows keep their own samples, however many there are, and in a copy."""
+    meter = Meter(frozenset({"grad_variance"}))
+    for number in range(400):
+        with_variance(meter, [[3.0]], 1 + number % 3, [[2.0]], 8 + number)
+    copied = meter.copy(alone=True)
+    meter.clear()
+    expected = [5 / (1 / (1 + n % 3) - 1 / (8 + n)) for n in range(400)]
+    assert [row.grad_variance for row in copied.read()] == pytest.approx(expected)
+    with_variance(meter, [[3.0]], 2, [[2.0]], 8)
+    assert [row.grad_variance for row in meter.read()] == pytest.approx([5 / (1 / 2 - 1 / 8)])
+
+
 def test_the_first_evaluation_counts():
     """Where an optimizer evaluates several times in one update, the first loss and norm are the row's."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.open()
     for loss, gradient in [(1.0, 2.0), (3.0, 4.0)]:
         meter.loss(torch.tensor(loss))
@@ -77,7 +134,7 @@ def test_the_first_evaluation_counts():
 
 def test_an_update_that_never_came_is_forgotten():
     """What was measured for a batch that was no update does not stand in the next row."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.open()
     meter.loss(torch.tensor(9.0))
     meter.gradients(tensors([[9.0]]))
@@ -87,7 +144,7 @@ def test_an_update_that_never_came_is_forgotten():
 
 def test_an_open_row_is_not_read():
     """What is measured when the rows are read, and not closed yet, belongs to the next read."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     measure(meter)
     meter.open()
     assert meter.read() == [Observation(0.5, 25.0, 8)]
@@ -103,7 +160,7 @@ def test_an_open_row_is_not_read():
         (frozenset(), Observation(None, None, 8)),
         (frozenset({"loss"}), Observation(0.5, None, 8)),
         (frozenset({"grad_norm_sq"}), Observation(None, 25.0, 8)),
-        (MEASURES, Observation(0.5, 25.0, 8)),
+        (BOTH, Observation(0.5, 25.0, 8)),
     ],
     ids=lambda value: "+".join(sorted(value)) or "nothing" if isinstance(value, frozenset) else "",
 )
@@ -132,7 +189,7 @@ def test_gradients_are_not_looked_at_unless_required():
 @pytest.mark.parametrize("first", [False, True])
 def test_what_an_update_did_not_show_is_not_a_number(missing, first):
     """An update without a loss or gradients has NaN there, never what another update measured."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     if not first:
         measure(meter)
         meter.read()
@@ -153,7 +210,7 @@ def test_what_an_update_did_not_show_is_not_a_number(missing, first):
 
 def test_a_loss_keeps_its_value():
     """What is written later into the memory of a loss, as a captured graph does, does not change the row."""
-    meter, loss = Meter(MEASURES), torch.tensor(1.0)
+    meter, loss = Meter(BOTH), torch.tensor(1.0)
     meter.open()
     meter.loss(loss)
     loss.fill_(9.0)
@@ -183,7 +240,7 @@ def test_rows_keep_no_graph(dtype):
     Graph.token = Untouchable()
     alive = weakref.ref(Graph.token)
     weight = torch.tensor(3.0, dtype=dtype, requires_grad=True)
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.open()
     meter.loss(Graph.apply(weight))
     meter.gradients([Graph.apply(weight)])
@@ -204,7 +261,7 @@ def test_losses_keep_their_precision():
 
 def test_values_that_are_not_finite_come_through():
     """Infinite and undefined measurements are reported as they are: who reads them decides."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     measure(meter, math.inf, [[math.nan]])
     [row] = meter.read()
     assert row.loss == math.inf
@@ -216,7 +273,7 @@ def test_values_that_are_not_finite_come_through():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_no_value_is_looked_at_between_two_reads(dtype):
     """Measuring hundreds of updates never asks a device for a value: tensors that have none will do."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     nothing = torch.zeros((), dtype=dtype, device="meta")
     for _ in range(300):
         meter.open()
@@ -232,7 +289,7 @@ def test_no_value_is_looked_at_between_two_reads(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_nothing_waits_for_cuda_between_two_reads(dtype):
     """Measuring hundreds of updates on CUDA makes the host wait for nothing; reading them is one copy."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     loss = torch.tensor(0.5, device="cuda")
     gradients = [torch.tensor([value], dtype=dtype, device="cuda") for value in (3.0, 4.0)]
     torch.cuda.set_sync_debug_mode("error")
@@ -265,7 +322,7 @@ def test_gradients_of_mixed_precision():
 
 def test_squared_norms_beyond_single_precision():
     """A norm whose square does not fit single precision has a finite square all the same."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     measure(meter, gradients=[[2.0**70]])
     assert meter.read()[0].grad_norm_sq == 2.0**140
 
@@ -284,7 +341,7 @@ def test_sparse_gradients():
 @pytest.mark.parametrize("gradients", [[], [torch.zeros(3)], [torch.zeros(0)], [torch.zeros(0), torch.zeros(2, 2)]])
 def test_without_gradients_the_norm_is_zero(gradients):
     """No gradient at all, and gradients that are zero or empty, have a norm of 0."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.open()
     meter.gradients(gradients)
     meter.close(8)

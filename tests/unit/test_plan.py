@@ -334,6 +334,7 @@ def test_tail_is_fetched_once_the_size_moves(tail):
 # Parts of batches -------------------------------------------------------------------------------------------------
 
 device_limits = st.integers(1, 15)
+least_parts = st.integers(1, 4)
 
 
 def in_parts(plan: EpochPlan, wanted: list[int]) -> list[list[int]]:
@@ -350,24 +351,32 @@ def in_parts(plan: EpochPlan, wanted: list[int]) -> list[list[int]]:
     raise AssertionError
 
 
-@given(total=totals, own=own_sizes, tail=tails, limit=device_limits, wanted=sizes)
-def test_parts_make_the_batches_that_are_handed_out_whole(total, own, tail, limit, wanted):
+@given(total=totals, own=own_sizes, tail=tails, limit=st.none() | device_limits, least=least_parts, wanted=sizes)
+def test_parts_make_the_batches_that_are_handed_out_whole(total, own, tail, limit, least, wanted):
     """Together the parts of each batch are what a pass without a limit hands out; none is above the limit."""
-    plan = EpochPlan(total, own, tail, device_limit=limit)
+    plan = EpochPlan(total, own, tail, device_limit=limit, least_parts=least)
     batches = in_parts(plan, wanted)
     assert [sum(parts) for parts in batches] == run(EpochPlan(total, own, tail), wanted)
     for parts in batches:
-        assert max(parts) <= limit
+        assert limit is None or max(parts) <= limit
         assert max(parts) - min(parts) <= 1
         assert parts == sorted(parts, reverse=True)
-        assert len(parts) == -(-sum(parts) // limit)
+        assert len(parts) == max(-(-sum(parts) // (limit or sum(parts))), min(least, sum(parts)))
     assert plan.batches == sum(map(len, batches))
 
 
-@given(total=totals, own=own_sizes, tail=tails, limit=device_limits, most=st.none() | st.integers(1, 12), wanted=sizes)
-def test_number_of_parts_is_foretold(total, own, tail, limit, most, wanted):
+@given(
+    total=totals,
+    own=own_sizes,
+    tail=tails,
+    limit=device_limits,
+    least=least_parts,
+    most=st.none() | st.integers(1, 12),
+    wanted=sizes,
+)
+def test_number_of_parts_is_foretold(total, own, tail, limit, least, most, wanted):
     """Before and inside of every batch the parts to come are counted right, if the size stays."""
-    plan = EpochPlan(total, own, tail, most, device_limit=limit)
+    plan = EpochPlan(total, own, tail, most, device_limit=limit, least_parts=least)
     for size in wanted:
         told = plan.batches_left(size)
         rest = copied(plan)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,8 @@ def admitted(sizes: list[int], *, every: int) -> list[int]:
 
 def test_metrics_are_the_values_by_their_tags():
     """Every value that says something has its tag, and is a float."""
-    record = Record(16, 7, 100, 1.5, 0.5, 3.0, loss=2.0, grad_norm_sq=4.0, skipped=1)
+    record = Record(16, 7, 100, 1.5, 0.5, 3.0, loss=2.0, grad_norm_sq=4.0, evaluated=50, skipped=1)
+    record = replace(record, grad_variance=-0.5, gradient_diversity=6.0)
     assert record.metrics() == {
         "adabatch/batch_size": 16.0,
         "adabatch/updates": 7.0,
@@ -28,12 +31,17 @@ def test_metrics_are_the_values_by_their_tags():
         "adabatch/damping": 3.0,
         "adabatch/loss": 2.0,
         "adabatch/grad_norm_sq": 4.0,
+        "adabatch/grad_variance": -0.5,
+        "adabatch/gradient_diversity": 6.0,
+        "adabatch/evaluated": 50.0,
         "adabatch/skipped": 1.0,
     }
     assert {type(value) for value in record.metrics().values()} == {float}
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm_sq", "skipped"])
+@pytest.mark.parametrize(
+    "name", ["loss", "grad_norm_sq", "grad_variance", "gradient_diversity", "evaluated", "skipped"]
+)
 def test_metrics_leave_out_what_says_nothing(name):
     """A value that was not measured has no tag; a value of 0 has one."""
     unsaid = Record(16, 7, 100, 1.5, 1.0, 1.0)

@@ -105,6 +105,7 @@ def test_a_state_says_where_the_run_stands():
         "updates": 2,
         "samples": 21,
         "skipped": 2,
+        "evaluated": 0,
         "initial_batch_size": 8,
         "batch_size": 10,
         "lr_factor": 10 / 16,

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_adabatch.meter import MEASURES, Meter, grad_norm
+from lightning_adabatch.meter import Meter, grad_norm
 from lightning_adabatch.policies import Observation
 
 LOSS, NORM = frozenset({"loss"}), frozenset({"grad_norm_sq"})
+BOTH = LOSS | NORM
 
 
 def measure(meter, loss=0.5, gradient=(3.0, 4.0), batch_size=8):
@@ -39,9 +40,7 @@ class Others:
 # Kept, put back, copied ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "requires", [frozenset(), LOSS, NORM, MEASURES], ids=lambda r: "+".join(sorted(r)) or "nothing"
-)
+@pytest.mark.parametrize("requires", [frozenset(), LOSS, NORM, BOTH], ids=lambda r: "+".join(sorted(r)) or "nothing")
 def test_peek_keeps_what_read_takes(requires):
     """The rows can be looked at any number of times; reading returns the same, once."""
     meter = Meter(requires)
@@ -56,7 +55,7 @@ def test_peek_keeps_what_read_takes(requires):
 
 def test_an_open_row_is_not_peeked_at():
     """A row is there once it is closed, and peeking leaves the open one open."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.open()
     meter.loss(torch.tensor(0.25))
     assert meter.peek() == []
@@ -68,7 +67,7 @@ def test_an_open_row_is_not_peeked_at():
 def test_rows_that_are_put_back_come_first():
     """The rows of the process before stand ahead of this one's, and go with the first read."""
     before = [Observation(1.0, 2.0, 3), Observation(math.inf, None, 5)]
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.put_back(before)
     assert meter.peek() == before
     measure(meter)
@@ -82,7 +81,7 @@ def test_a_window_cut_anywhere_reads_as_one():
     """Rows that are peeked at, and put back in another meter, continue as if nothing had happened."""
     losses = [0.5, 0.25, 2.0, 8.0, 1.0]
     for cut in range(len(losses) + 1):
-        first, second = Meter(MEASURES), Meter(MEASURES)
+        first, second = Meter(BOTH), Meter(BOTH)
         for loss in losses[:cut]:
             measure(first, loss)
         second.put_back(first.peek())
@@ -94,7 +93,7 @@ def test_a_window_cut_anywhere_reads_as_one():
 @pytest.mark.parametrize("count", [1, 200, 300])
 def test_a_copy_goes_its_own_way(count):
     """What the copy measures and reads is not the original's, and the other way round; both have what came before."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.put_back([Observation(1.0, 1.0, 1)])
     for _ in range(count):
         measure(meter)
@@ -111,7 +110,7 @@ def test_a_copy_goes_its_own_way(count):
 
 def test_a_copy_has_the_open_row():
     """A row that was open when the copy was made can be closed in the copy, and still be closed in the original."""
-    meter = Meter(MEASURES)
+    meter = Meter(BOTH)
     meter.open()
     meter.loss(torch.tensor(0.25))
     meter.gradients([torch.tensor([2.0])])
@@ -125,7 +124,7 @@ def test_a_copy_has_the_open_row():
 def test_who_asks_nobody():
     """A copy made alone, and a peek alone, have this process's rows; any other asks the others each time."""
     others = Others([[1.5, 0.0]])
-    meter = Meter(MEASURES, others)
+    meter = Meter(BOTH, others)
     measure(meter)
     mine, mean = [Observation(0.5, 25.0, 8)], [Observation(1.0, pytest.approx(12.5), 8)]
     assert meter.copy(alone=True).peek() == meter.copy(alone=True).read() == meter.peek(alone=True) == mine
@@ -144,7 +143,7 @@ def test_who_asks_nobody():
     [
         (LOSS, [[1.5], [0.25]], [Observation(1.0, None, 8), Observation(0.25, None, 4)]),
         (NORM, [[1.0], [16.0]], [Observation(None, 13.0, 8), Observation(None, 10.0, 4)]),
-        (MEASURES, [[1.5, 1.0], [0.25, 16.0]], [Observation(1.0, 13.0, 8), Observation(0.25, 10.0, 4)]),
+        (BOTH, [[1.5, 1.0], [0.25, 16.0]], [Observation(1.0, 13.0, 8), Observation(0.25, 10.0, 4)]),
     ],
     ids=["loss", "grad_norm_sq", "both"],
 )
@@ -165,7 +164,7 @@ def test_rows_are_the_means_over_the_processes(requires, others, expected):
 def test_nothing_is_asked_where_there_is_nothing():
     """No rows, or no measures: no collective, on any process."""
     others = Others()
-    assert Meter(MEASURES, others).read() == []
+    assert Meter(BOTH, others).read() == []
     counting = Meter(frozenset(), others)
     counting.close(8)
     assert counting.read() == [Observation(None, None, 8)]
@@ -175,7 +174,7 @@ def test_nothing_is_asked_where_there_is_nothing():
 def test_rows_put_back_are_averaged_already():
     """What the process before had read with the others is not averaged again."""
     others = Others([[1.5, 1.0]])
-    meter = Meter(MEASURES, others)
+    meter = Meter(BOTH, others)
     before = [Observation(7.0, 7.0, 7)]
     meter.put_back(before)
     assert meter.peek() == before
@@ -188,7 +187,7 @@ def test_rows_put_back_are_averaged_already():
 @pytest.mark.parametrize("other", [math.nan, math.inf])
 def test_what_one_process_lacks_nobody_has(other):
     """A value that is not finite on one process is not finite in the mean: the observation is dropped everywhere."""
-    meter = Meter(MEASURES, Others([[other, other]]))
+    meter = Meter(BOTH, Others([[other, other]]))
     measure(meter)
     [row] = meter.read()
     assert not math.isfinite(row.loss)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the gradients of single samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_MOST = 2**26  # numbers in the gradients that are held at once, as far as more than one sample's are
+
+
+class SampleGradients:
+    """Sums up the gradients of single samples, and their squared norms, many samples at once where that works.
+
+    Args:
+        loss: Returns the loss of a batch, or None; its parameters are those that the gradients are of.
+        notify: Told once if samples have to be taken one by one, and why.
+    """
+
+    def __init__(self, loss: nn.Module, notify: Callable[[str], None]) -> None:
+        self._loss = loss
+        self._notify = notify
+        self._parameters = {name: p for name, p in loss.named_parameters() if p.requires_grad}
+        self._at_once = True
+        first = next(iter(self._parameters.values()))
+        # The sum over squares that are all positive loses nothing that the sum over gradients does not.
+        self._kind = torch.float32 if first.device.type == "mps" else torch.float64
+        self._gradients = {name: torch.zeros_like(p, dtype=self._kind) for name, p in self._parameters.items()}
+        self._squares = torch.zeros((), dtype=self._kind, device=first.device)
+        self._samples = 0
+
+    @property
+    def most(self) -> int:
+        """The most samples to be added at once."""
+        return max(1, _MOST // max(1, sum(p.numel() for p in self._parameters.values())))
+
+    def add(self, batches: Sequence[Any]) -> None:
+        """Add batches of one sample each."""
+        if not (self._at_once and len(batches) > 1 and self._add_all(batches)):
+            for batch in batches:
+                self._add_one(batch)
+
+    def sums(self) -> Tensor:
+        """Return number, sum of the squared norms, and sum of the gradients, in one vector."""
+        number = torch.full_like(self._squares, self._samples)
+        return torch.cat([torch.stack([number, self._squares]), *(g.flatten() for g in self._gradients.values())])
+
+    def _add_all(self, batches: Sequence[Any]) -> bool:
+        stacked = _stacked(batches)
+        if stacked is None:
+            self._say("its samples do not have tensors of the same shapes alone")
+            return False
+        parameters = {name: p.detach() for name, p in self._parameters.items()}
+        # Given as arguments, for a step may write into them.
+        buffers = {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
+        try:
+            found = vmap(grad(self._loss_of), in_dims=(None, None, 0), randomness="different")(
+                parameters, buffers, stacked
+            )
+        except Exception as error:  # noqa: BLE001  # what is wrong with the step itself, one sample shows as well
+            self._at_once = False
+            self._say(f"torch.func cannot take its training_step ({type(error).__name__})")
+            return False
+        for name, gradients in found.items():
+            wide = gradients.to(self._kind)
+            self._gradients[name] += wide.sum(0)
+            self._squares += wide.square().sum()
+        self._samples += len(batches)
+        return True
+
+    def _add_one(self, batch: Any) -> None:
+        with torch.enable_grad():
+            loss = self._loss(batch)
+            if loss is None:
+                return
+            found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+        for name, gradient in zip(self._parameters, found, strict=True):
+            if gradient is not None:
+                wide = gradient.to(self._kind)
+                self._gradients[name] += wide
+                self._squares += wide.square().sum()
+        self._samples += 1
+
+    def _loss_of(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Any:
+        return functional_call(self._loss, {**parameters, **buffers}, (batch,))
+
+    def _say(self, why: str) -> None:
+        self._notify(
+            f"AdaptiveBatchSize: the gradients of single samples are taken one by one, which is slow: {why}. "
+            "A smaller fraction in the policy costs less."
+        )
+
+
+def _stacked(batches: Sequence[Any]) -> Any:
+    """Return a batch of batches; None where they are not alike, or hold anything but tensors."""
+    flat, shapes = zip(*(tree_flatten(batch) for batch in batches), strict=True)
+    kinds = [[(one.shape, one.dtype) if isinstance(one, Tensor) else None for one in leaves] for leaves in flat]
+    if any(shape != shapes[0] for shape in shapes) or any(kind != kinds[0] for kind in kinds) or None in kinds[0]:
+        return None
+    return tree_unflatten([torch.stack(column) for column in zip(*flat, strict=True)], shapes[0])
