@@ -141,6 +141,11 @@ class AdaptiveBatchSize(pl.Callback):
         """Training samples processed so far, divided by the number of training samples."""
         return 0.0 if self._controller is None else self._controller.epochs
 
+    @property
+    def evaluated(self) -> int:
+        """Training samples that were evaluated for the policy alone, over all ranks; they are not in ``samples``."""
+        return 0 if self._controller is None else self._controller.evaluated
+
     def _restored_count(self, name: str) -> int:
         return 0 if self._restored is None else int(self._restored.rule[name])
 

@@ -92,14 +92,16 @@ class TrainData:
         return [one.loader if isinstance(one, ElasticLoader) else one for one in found]
 
     def to_evaluate(self) -> tuple[Any, int, int | None]:
-        """Return the user's loader, the samples of one of its batches, and, over all ranks, those that are overfitted.
+        """Return the user's loader, the samples to evaluate at once, and, over all ranks, those that are overfitted.
 
-        The last one is None where all are trained on.
+        At once four times what is trained at once: without gradients, and activations to compute them from, this
+        takes less memory. The last one is None where all are trained on.
         """
         loader = self.own_loaders[0]
         kind = kind_of(loader)
         overfitted = self._counts.overfitted(kind, kind.own_batch_size)
-        return loader, kind.own_batch_size, overfitted and overfitted * self._ranks.count
+        trained = self._slot.loaders[0].device_size if self._slot.loaders else kind.own_batch_size
+        return loader, 4 * trained, overfitted and overfitted * self._ranks.count
 
     @property
     def fixed(self) -> FixedLoaders:

@@ -23,9 +23,9 @@ from lightning_adabatch.data import TrainData
 from lightning_adabatch.evaluation import Evaluation
 from lightning_adabatch.limits import Decision
 from lightning_adabatch.logbook import Logbook
-from lightning_adabatch.lr import LRFactor, planned_steps
 from lightning_adabatch.meter import Meter
-from lightning_adabatch.policies import Constant, Observation
+from lightning_adabatch.policies import Observation
+from lightning_adabatch.rates import Rates
 from lightning_adabatch.report import PREFIX
 from lightning_adabatch.settings import Settings
 from lightning_adabatch.update import Update
@@ -56,7 +56,7 @@ class Run:
         self._said_no_loss = False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._logbook = Logbook(trainer.loggers, every, self._device_size)
-        self._lr = LRFactor([])
+        self._rates = Rates(trainer, settings)
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         fraction = getattr(settings.policy, "fraction", 1.0)
@@ -97,10 +97,8 @@ class Run:
         if self._settings.adapt == "batch_size":
             self._watch_memory()
         self.update.manual = not self._trainer.lightning_module.automatic_optimization
-        self._lr = LRFactor(self._trainer.optimizers)
-        self._guard_schedulers()
+        self._rates.take_hold()
         self.update.watch(self._trainer.optimizers)
-        self._notice_planned_schedulers()
 
     def _begin(self, initial: int, training_samples: int | None, epoch_samples: float) -> None:
         """Decide for the first update, or go on where the run of a checkpoint stood."""
@@ -119,7 +117,7 @@ class Run:
         )
         self._data.controller = self.controller
         if restored is None:
-            self._apply(self.controller.start(self._base_rate))
+            self._apply(self.controller.start(self._rates.base))
             self._evaluation.forget()
         else:
             self._go_on(self.controller, restored)
@@ -132,7 +130,7 @@ class Run:
 
     def begin_epoch(self) -> None:
         """Plan the epoch at the size in force."""
-        self._guard_schedulers()  # another callback may have put new ones in
+        self._rates.guard_schedulers()
         if self.controller is not None:
             self._data.follow(self.controller)
             self._apply(self.controller.decision)
@@ -191,7 +189,7 @@ class Run:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
         self._follow_optimizers()
         self.update.take_gradients(optimizer, self._bridge.windows.scale if self._in_windows else 1.0)
-        self._lr.refresh()
+        self._rates.refresh()
 
     def end_batch(self, batch: Any, batch_idx: int) -> None:
         """Count the batch, decide, apply the decision, and report."""
@@ -205,7 +203,7 @@ class Run:
         updated = bool(self.update.stepped)
         if updated:
             self.update.close(trained, self._effective)
-        decision = controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
+        decision = controller.end_batch(trained, updated=updated, learning_rate=self._rates.base)
         self._evaluation.forget()
         self.update.counted = True
         if updated and controller.cadence.due(controller.updates):
@@ -263,7 +261,7 @@ class Run:
             if updated and not update.closed:
                 meter.close(trained, update.stepped, self._effective)
             if not update.counted:
-                controller.end_batch(trained, updated=updated, learning_rate=self._base_rate)
+                controller.end_batch(trained, updated=updated, learning_rate=self._rates.base)
             if updated and controller.cadence.due(controller.updates):
                 meter.clear()
         metrics = self._bridge.resume.metrics(alone=alone and self._ranks.several)
@@ -313,16 +311,9 @@ class Run:
         self._data.places.restored = None
 
     def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
-        """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
+        """Put the learning rates without the factor into a checkpoint."""
         self._follow_optimizers()
-        states = checkpoint.get("optimizer_states", [])
-        for number, optimizer in enumerate(self._lr.optimizers[: len(states)]):
-            if "param_groups" not in states[number]:
-                continue  # of a sharded optimizer only the first rank has the full state
-            groups = states[number]["param_groups"]
-            bases = self._lr.bases(optimizer)
-            changed = [{**group, "lr": base} for group, base in zip(groups, bases, strict=True)]
-            states[number] = {**states[number], "param_groups": changed}
+        self._rates.write_base(checkpoint)
 
     def end(self) -> None:
         """Leave the generators as the run of the checkpoint did, if there was nothing left to train."""
@@ -333,7 +324,7 @@ class Run:
     def give_back(self) -> None:
         """Undo every change to the user's objects; safe to call twice."""
         self.update.release()
-        self._lr.release()
+        self._rates.release()
         self._bridge.give_back()
 
     # Memory -----------------------------------------------------------------------------------------
@@ -357,11 +348,8 @@ class Run:
 
     def _follow_optimizers(self) -> None:
         """Take hold of the optimizers that the Trainer has now: somebody may have put others in their place."""
-        optimizers = self._trainer.optimizers
-        if self.controller is not None and optimizers != self._lr.optimizers:
-            self._lr.move_to(optimizers)
-            self._guard_schedulers()
-            self.update.watch(optimizers)
+        if self.controller is not None and self._rates.follow():
+            self.update.watch(self._trainer.optimizers)
 
     def _say_no_loss(self) -> None:
         """Say once that the policy follows a loss, and how it is to be shown."""
@@ -375,35 +363,9 @@ class Run:
         )
         rank_zero_warn(f"AdaptiveBatchSize: no loss was seen, which {self._settings.policy!r} follows. {remedy}.")
 
-    def _base_rate(self) -> float:
-        return self._lr.base
-
-    def _guard_schedulers(self) -> None:
-        for config in self._trainer.lr_scheduler_configs:
-            self._lr.guard(config.scheduler)
-
-    def _notice_planned_schedulers(self) -> None:
-        """Say once what a change of size means for schedules that are planned in updates."""
-        if self._settings.adapt == "lr" or isinstance(self._settings.policy, Constant):
-            return
-        planned = {
-            type(config.scheduler).__name__: steps
-            for config in self._trainer.lr_scheduler_configs
-            if config.interval == "step" and (steps := planned_steps(config.scheduler)) is not None
-        }
-        if planned:
-            listed = ", ".join(f"{name} for {steps}" for name, steps in planned.items())
-            rank_zero_warn(
-                f"AdaptiveBatchSize changes the number of updates, and schedules are planned in them: {listed}. "
-                "trainer.estimated_stepping_batches is the count at the initial batch size: with larger batches the "
-                "run ends before the schedule does; with smaller ones OneCycleLR is held at its final value, and a "
-                "cosine climbs again. For a schedule that keeps its shape use interval='epoch'."
-            )
-
     def _apply(self, decision: Decision) -> None:
         self._data.resize(decision.batch_size)
-        if decision.lr_factor != self._lr.factor:
-            self._lr.set(decision.lr_factor)
+        self._rates.set(decision.lr_factor)
 
     def _device_size(self, trained: int) -> int:
         """Return the samples of one pass on one rank, of an update's over all ranks."""

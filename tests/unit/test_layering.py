@@ -39,8 +39,9 @@ LAYERS: dict[str, set[str]] = {
     "evaluation": {"bridge", "diversity", "ranks", "subset"},
     "logbook": {"controller", "limits", "policies", "report", "sinks"},
     "update": {"meter"},
+    "rates": {"lr", "policies", "settings"},
     "run": {
-        *("bridge", "checkpoint", "controller", "data", "guards", "evaluation", "limits", "logbook", "lr", "meter"),
+        *("bridge", "checkpoint", "controller", "data", "guards", "evaluation", "limits", "logbook", "rates", "meter"),
         *("policies", "report", "settings", "update"),
     },
     "callback": {"checkpoint", "controller", "guards", "policies", "run", "settings"},

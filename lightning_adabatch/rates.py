@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learning rates of a fit: the factor on all of its optimizers, whatever its schedulers say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_adabatch.lr import LRFactor, planned_steps
+from lightning_adabatch.policies import Constant
+from lightning_adabatch.settings import Settings
+
+
+class Rates:
+    """Keeps the LR factor on the groups of a Trainer's optimizers.
+
+    Args:
+        trainer: The Trainer.
+        settings: The callback's arguments.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._factor = LRFactor([])
+
+    def take_hold(self) -> None:
+        """Take hold of the optimizers and schedulers that the Trainer has."""
+        self._factor = LRFactor(self._trainer.optimizers)
+        self.guard_schedulers()
+        self._notice_planned_schedulers()
+
+    def follow(self) -> bool:
+        """Take hold of the optimizers that the Trainer has now, whether somebody put others in their place."""
+        changed: bool = self._trainer.optimizers != self._factor.optimizers
+        if changed:
+            self._factor.move_to(self._trainer.optimizers)
+            self.guard_schedulers()
+        return changed
+
+    def refresh(self) -> None:
+        """Put the factor on a learning rate that was assigned meanwhile."""
+        self._factor.refresh()
+
+    def base(self) -> float:
+        """Return the learning rate of the first group, without the factor."""
+        return self._factor.base
+
+    def set(self, factor: float) -> None:
+        """Put another factor on."""
+        if factor != self._factor.factor:
+            self._factor.set(factor)
+
+    def guard_schedulers(self) -> None:
+        """Have the factor off while a scheduler steps; again whenever another callback may have put new ones in."""
+        for config in self._trainer.lr_scheduler_configs:
+            self._factor.guard(config.scheduler)
+
+    def write_base(self, checkpoint: dict[str, Any]) -> None:
+        """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
+        states = checkpoint.get("optimizer_states", [])
+        for number, optimizer in enumerate(self._factor.optimizers[: len(states)]):
+            if "param_groups" not in states[number]:
+                continue  # of a sharded optimizer only the first rank has the full state
+            groups = states[number]["param_groups"]
+            bases = self._factor.bases(optimizer)
+            changed = [{**group, "lr": base} for group, base in zip(groups, bases, strict=True)]
+            states[number] = {**states[number], "param_groups": changed}
+
+    def release(self) -> None:
+        """Put the base learning rates back; safe to call twice."""
+        self._factor.release()
+
+    def _notice_planned_schedulers(self) -> None:
+        """Say once what a change of size means for schedules that are planned in updates."""
+        if self._settings.adapt == "lr" or isinstance(self._settings.policy, Constant):
+            return
+        planned = {
+            type(config.scheduler).__name__: steps
+            for config in self._trainer.lr_scheduler_configs
+            if config.interval == "step" and (steps := planned_steps(config.scheduler)) is not None
+        }
+        if planned:
+            listed = ", ".join(f"{name} for {steps}" for name, steps in planned.items())
+            rank_zero_warn(
+                f"AdaptiveBatchSize changes the number of updates, and schedules are planned in them: {listed}. "
+                "trainer.estimated_stepping_batches is the count at the initial batch size: with larger batches the "
+                "run ends before the schedule does; with smaller ones OneCycleLR is held at its final value, and a "
+                "cosine climbs again. For a schedule that keeps its shape use interval='epoch'."
+            )
