@@ -51,6 +51,13 @@ def ran(title: str, monkeypatch: pytest.MonkeyPatch) -> list[AdaptiveBatchSize]:
     return made
 
 
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_card_has_its_plot(rule):
+    """The plot of a card is there, and is a picture."""
+    assert f"](methods/{rule}.png)" in CARDS[rule]
+    assert (Path(__file__).parents[2] / "docs" / "methods" / f"{rule}.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_rule_has_a_card():
     """A new public rule is a new card; the others are recipes."""
     assert {title for title in CARDS if not title.startswith("Recipe: ")} == RULES
