@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -102,7 +103,10 @@ class AdaptiveBatchSize(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the fit behind in a copy: the Trainer belongs to the original."""
-        return {**self.__dict__, "_run": None}
+        counts = None if self._controller is None else copy.copy(self._controller)
+        if counts is not None:
+            counts.let_go()
+        return {**self.__dict__, "_run": None, "_controller": counts}
 
     # What it shows ----------------------------------------------------------------------------------
 
@@ -294,6 +298,8 @@ class AdaptiveBatchSize(pl.Callback):
         run, self._run = self._run, None
         if run is not None:
             run.give_back()
+        if self._controller is not None:
+            self._controller.let_go()
 
     @property
     def _running(self) -> Run:

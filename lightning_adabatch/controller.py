@@ -144,6 +144,10 @@ class Controller:
         other.state = copy.deepcopy(self.state)  # a policy may change a list in it
         return other
 
+    def let_go(self) -> None:
+        """Keep the counts, and nothing of the fit."""
+        self._observe, self._notify, self._evaluate = _nothing, _ignore, _cannot_evaluate
+
     def state_dict(self) -> dict[str, Any]:
         """Return counts, decision and policy state as plain numbers; hyperparameters are not among them."""
         latest = self.latest
@@ -238,6 +242,10 @@ def _cannot_evaluate(names: frozenset[str]) -> Mapping[str, float]:
         f"the policy needs {', '.join(sorted(names))} for a decision, and this controller measures observations alone. "
         "Give it a function that measures them as evaluate."
     )
+
+
+def _nothing() -> Sequence[Observation]:
+    return ()
 
 
 def _ignore(message: str) -> None:

@@ -81,9 +81,14 @@ class TrainData:
         guards.check_together(
             self._slot.loaders, self._slot.mode, self._settings, accumulate=self._accumulate, share=share
         )
-        hint = loader.kind.hint() if loader.available() is None else loader.available()
+        hint, epoch_samples = self._samples(loader)
         guards.check_length(self._settings, hint)
-        return loader.initial_batch_size * ranks, None if hint is None else hint * ranks, loader.epoch_samples * ranks
+        return loader.initial_batch_size * ranks, hint, epoch_samples
+
+    def _samples(self, loader: ElasticLoader) -> tuple[int | None, int | float]:
+        """Return the training samples, None where nobody knows, and those of one epoch, over all ranks."""
+        hint = loader.kind.hint() if loader.available() is None else loader.available()
+        return None if hint is None else hint * self._ranks.count, loader.epoch_samples * self._ranks.count
 
     @property
     def own_loaders(self) -> list[Any]:
@@ -112,10 +117,11 @@ class TrainData:
         """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""
         for loader in self._slot.loaders:
             self._agree(loader)
-        _, training_samples, epoch_samples = self.look()
         if self._slot.loader is None:
-            controller.training_samples = training_samples
-        elif controller.limits.epoch_samples != epoch_samples:
+            _, controller.training_samples, _ = self.look()
+            return
+        training_samples, epoch_samples = self._samples(self._slot.loader)
+        if controller.limits.epoch_samples != epoch_samples:
             limits = dataclasses.replace(controller.limits, epoch_samples=epoch_samples)
             controller.move_to(limits, training_samples=training_samples)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_adabatch.guards import refuse
-from lightning_adabatch.loader import iteration_of_its_own, kind_of, plain_batch_sampler
+from lightning_adabatch.loader import iteration_of_its_own, kind_of, known_length, plain_batch_sampler
 
 
 class FixedLoaders:
@@ -39,7 +39,12 @@ class FixedLoaders:
     def samples(self) -> int | None:
         """Training samples, or None where nobody knows."""
         loader = self._first
-        return kind_of(loader).hint() if isinstance(loader, DataLoader) and loader.batch_size is not None else None
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+            return None
+        if isinstance(loader.dataset, IterableDataset):
+            return known_length(loader.dataset)
+        of_sampler = known_length(getattr(loader.batch_sampler, "sampler", None))
+        return known_length(loader.dataset) if of_sampler is None else of_sampler
 
     def trained(self, batch: Any, batch_idx: int) -> int:
         """Return the samples of a batch.
@@ -47,6 +52,8 @@ class FixedLoaders:
         Raises:
             MisconfigurationException: If neither the loader nor the batch tells.
         """
+        if batch is None:
+            return 0
         loader, size = self._first, self.initial_batch_size
         if size is not None and self._counts_plainly:
             return max(0, min(size, len(loader.batch_sampler.sampler) - batch_idx * size))

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_adabatch.loader import (
     ElasticLoader,
+    follows_its_size,
     iteration_of_its_own,
     kind_of,
     plain_batch_sampler,
@@ -253,6 +254,12 @@ def _check_groups(batch_sampler: Any, settings: Settings, ranks: int) -> None:
             "give it an attribute batch_size that its __iter__ reads, pass sampler=... and batch_size=... to the "
             f"DataLoader instead of batch_sampler=..., {_OR_LR}",
         )
+    if not follows_its_size(batch_sampler):
+        raise refuse(
+            f"the batch sampler {name}, whose batches stay as they are when its batch_size is set: it cannot change "
+            "the batch size of it",
+            f"have its __iter__ read self.batch_size for each batch, {_OR_LR}",
+        )
     if ranks > 1:
         raise refuse(
             f"the batch sampler {name} on {ranks} ranks: only it knows how many batches of which size each rank has",
@@ -281,6 +288,12 @@ def check_together(
         MisconfigurationException: For a set-up that is not supported.
     """
     if len(loaders) == 1:
+        if loaders[0].kind.in_batches and accumulate > 1:
+            raise refuse(
+                f"the batch sampler {loaders[0].order_giver} with accumulate_grad_batches: its batch_size need not be "
+                "samples, so that nobody knows how many fit on a device",
+                "set accumulate_grad_batches=1, and max_device_batch_size if updates are too large for a device",
+            )
         return
     if mode == "sequential":
         raise refuse(
@@ -289,7 +302,7 @@ def check_together(
     for loader in loaders:
         if loader.available() is None:
             raise refuse(
-                f"{type(loader.dataset).__name__} with a length that nobody knows, beside other train loaders",
+                f"{loader.order_giver} with a length that nobody knows, beside other train loaders",
                 "train on map-style data sets with samplers that have a length",
             )
     if settings.max_device_batch_size is not None or accumulate > 1:

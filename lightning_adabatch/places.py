@@ -121,6 +121,8 @@ class Places:
             samples = loader.epoch_samples
             total = 0 if samples == math.inf else int(samples) + len(place["carried"])
             loader.place_at(for_ranks(place, restored.ranks, ranks, loader.sampler, total))
+        elif number > 0 and own.get("pass") is None and in_epoch(restored.place):
+            return  # there was no such loader: the epoch begins again
         elif in_epoch(restored.place) and "pass" not in own:
             raise guards.refuse(
                 "this checkpoint, written in the middle of an epoch with adapt='lr'",

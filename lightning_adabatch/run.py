@@ -223,7 +223,9 @@ class Run:
 
     def _trained(self, batch: Any, batch_idx: int) -> int:
         """Return the samples of the update in hand, over all ranks."""
-        return self._bridge.windows.samples if self._in_windows else self._data.trained(batch, batch_idx)
+        if self._in_windows:  # Lightning ends a batch that is None without having begun it
+            return 0 if batch is None else self._bridge.windows.samples
+        return self._data.trained(batch, batch_idx)
 
     @property
     def _effective(self) -> float | None:

@@ -110,7 +110,8 @@ class Counts:
                 # The epoch is a number of batches, whatever their size, and so are the points in it.
                 self._every_batches = self._trainer.val_check_batch = max(1, int(batches * interval))
             elif interval != 1.0:
-                self._points = ValidationPoints(int(batches), interval, loader.device_size)
+                ruler = self._slot.loaders[self._epoch.ruler] if len(self._slot.loaders) > 1 else loader
+                self._points = ValidationPoints(int(batches), interval, ruler.device_size)
         self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(math.inf if loader.available() is None else batches)
 

@@ -15,7 +15,6 @@ class EpochMark(NamedTuple):
     passes: list[Pass]  # over each loader
     over: bool
     wrapped: list[bool]  # which loaders had come to their end before
-    earlier: int  # samples of the first one's passes before this one
 
 
 class Epoch:
@@ -27,8 +26,7 @@ class Epoch:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._earlier = 0
-        self._first: Pass | None = None  # the pass over the first loader that was seen last
+        self._ruler = 0
         self._marked: EpochMark | None = None
 
     @property
@@ -60,13 +58,15 @@ class Epoch:
         return passes[0].plan.over if len(passes) == 1 else self._joined([one.plan.over for one in passes])
 
     @property
+    def ruler(self) -> int:
+        """Which loader decides how long an epoch is at the sizes in force; that one is not begun again."""
+        lengths = [loader.fresh_length for loader in self._slot.loaders]
+        return lengths.index(self.fresh_length)
+
+    @property
     def consumed(self) -> int:
-        """Samples of the first loader that were handed out."""
-        live = self._slot.live
-        if self._first is not live:  # it was cycled
-            self._earlier += 0 if self._first is None else self._first.plan.consumed
-            self._first = live
-        return self._earlier + live.plan.consumed
+        """Samples that were handed out of the loader that decided the epoch's length at its beginning."""
+        return self._slot.passes[self._ruler].plan.consumed
 
     @property
     def trained(self) -> int:
@@ -91,12 +91,16 @@ class Epoch:
         if self._marked is not None:
             return self._marked
         passes = self._slot.passes
-        return EpochMark(passes, self._joined([one.marked.over for one in passes]), self._slot.wrapped, 0)
+        return EpochMark(passes, self._joined([one.marked.over for one in passes]), self._slot.wrapped)
 
     def begin(self) -> None:
         """Note that an epoch begins: its passes will be others."""
-        self._earlier = 0
-        self._first = self._marked = None
+        self._ruler = self.ruler if len(self._slot.loaders) > 1 else 0
+        self._marked = None
+
+    def forget(self) -> None:
+        """Let go of the passes: they hold worker processes."""
+        self._marked = None
 
     def mark(self) -> None:
         """Remember that what was handed out was used, and that nothing else was begun."""
@@ -104,10 +108,9 @@ class Epoch:
         for one in passes:
             one.mark()
         if len(passes) == 1:
-            self._marked = EpochMark(passes, passes[0].plan.over, [False], 0)
+            self._marked = EpochMark(passes, passes[0].plan.over, [False])
             return
-        self.consumed  # noqa: B018  # takes note of a first loader that was cycled
-        self._marked = EpochMark(passes, self.over, self._slot.wrapped, self._earlier)
+        self._marked = EpochMark(passes, self.over, self._slot.wrapped)
 
     def look_ahead(self) -> None:
         """Find out whether a batch follows, where that could not be known before."""
@@ -118,17 +121,14 @@ class Epoch:
         """Return where each pass stands, and what is to be known of all of them, as plain numbers."""
         mark = self.marked
         passes = mark.passes if at_mark else self._slot.passes
-        if not at_mark:
-            self.consumed  # noqa: B018  # takes note of a first loader that was cycled
-        earlier = mark.earlier if at_mark else self._earlier
         wrapped = mark.wrapped if at_mark else self._slot.wrapped
-        return [one.state_dict(at_mark=at_mark) for one in passes], {"earlier": earlier, "wrapped": wrapped}
+        return [one.state_dict(at_mark=at_mark) for one in passes], {"ruler": self._ruler, "wrapped": wrapped}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Go on where another process stood, with passes that do."""
         self._slot.wrapped = state["wrapped"]
-        self._first, self._earlier = self._slot.live, state["earlier"]
-        self._marked = EpochMark(self._slot.passes, self.over, self._slot.wrapped, self._earlier)
+        self._ruler = state["ruler"]
+        self._marked = EpochMark(self._slot.passes, self.over, self._slot.wrapped)
 
     def _joined(self, ends: list[bool]) -> bool:
         """Return whether the epoch is over, by which passes are."""

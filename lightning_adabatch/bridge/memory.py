@@ -73,6 +73,7 @@ class Memory:
         self._watch_run(patches, epoch_loop.manual_optimization)
         self._watch_closures(patches, epoch_loop.automatic_optimization)
         self._wrap_advance(patches, epoch_loop)
+        self.begin_epoch()  # of one that goes on in its middle there is no beginning
 
     def begin_epoch(self) -> None:
         """Be asked for every batch of the loader in use."""

@@ -196,6 +196,7 @@ class Slot:
         combined = self._trainer.fit_loop._combined_loader
         if combined is not None:
             combined.flattened = [originals.get(id(loader), loader) for loader in combined.flattened]
+        self.loaders = []
         # Last, for ending a worker that died raises.
         while self._originals:
             self._originals.pop()[0].give_back()

@@ -85,5 +85,5 @@ class Bridge:
         """Put back all that was replaced; safe to call twice."""
         self._patches.undo()
         self.counts.give_back()
-        self.epoch.begin()
+        self.epoch.forget()
         self.slot.give_back()

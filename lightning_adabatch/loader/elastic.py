@@ -113,7 +113,8 @@ class ElasticLoader:
     @property
     def order_giver(self) -> str:
         """The name of what gives the order of the samples."""
-        return type(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler).__name__
+        giver = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
+        return type(self.loader.batch_sampler if self.kind.in_batches else giver).__name__
 
     @property
     def sized(self) -> bool:
@@ -260,7 +261,7 @@ class ElasticLoader:
         plan.batches, plan.last_size, plan.consumed = place["batches"], place["last_size"], place["consumed"]
         plan.over = place["over"] or (self.max_batches is not None and plan.batches >= self.max_batches)
         plan.see(plan.consumed, more=True)
-        supply = self.kind.go_on(self._owned, plan, self._size, place)
+        supply = None if place.get("lost") else self.kind.go_on(self._owned, plan, self._size, place)
         self.lost_place = supply is None
         if supply is None:
             plan = self._fresh_plan()
@@ -288,6 +289,7 @@ class ElasticLoader:
             self.tail,
             self.max_batches,
             open=unknown,
+            most=self._size.max_samples if unknown else None,
             device_limit=self._size.device_limit,
             least_parts=self._size.least_parts,
         )

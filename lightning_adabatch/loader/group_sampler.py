@@ -13,6 +13,11 @@ from lightning_adabatch import generators
 from lightning_adabatch.loader.plan import EpochPlan
 from lightning_adabatch.loader.sizes import SizeInForce
 
+# So many of the indices before a place are remembered by what they look like, to know the order again,
+_WITNESSES = 8
+# and so many groups for that: beyond those that workers have in flight.
+_GROUPS = 256
+
 
 class GroupSampler:
     """Asks the user's batch sampler for groups of indices, of the size in force at that moment.
@@ -52,6 +57,7 @@ class GroupSampler:
         self._current: list[Any] = []  # the group that was asked for last
         self._parts: deque[list[Any]] = deque()  # what is to come of it
         self._source: Iterator[Any] | None = None
+        self._kept: deque[tuple[int, list[Any]]] = deque(maxlen=_GROUPS)  # with the position where each begins
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
@@ -68,6 +74,16 @@ class GroupSampler:
         if self.asked is not None:
             self.asked()
         return part
+
+    def shorten(self, samples: int) -> int:
+        """Have the group that is asked for next no more samples than that, if it was not asked for; return them."""
+        if self.waiting:
+            self.waiting[0] = self.waiting[0][:samples]
+        return samples
+
+    def last(self, consumed: int) -> list[Any]:
+        """Return the last few indices that had been handed out when so many samples were."""
+        return [index for first, group in self._kept for index in group if first + len(group) <= consumed][-_WITNESSES:]
 
     def put_back(self) -> None:
         """Have the group that was asked for last asked for once more, from its beginning, in other parts."""
@@ -97,6 +113,7 @@ class GroupSampler:
         if group is None:
             self.ended = True
             return False
+        self._kept.append((self.drawn, group))
         self.waiting.append(group)
         self.groups.append(len(group))
         self.drawn += len(group)
@@ -115,4 +132,5 @@ class GroupSampler:
         while samples < place["consumed"] and self.groups:
             samples += self.groups.popleft()
             self.waiting.popleft()
-        return bool(samples == place["consumed"])
+        same = [repr(index) for index in self.last(samples)] == place["witnesses"]
+        return bool(samples == place["consumed"]) and same

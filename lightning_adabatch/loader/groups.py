@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_adabatch import generators
 from lightning_adabatch.loader.assembly import Assemble, assembler, block_collate, blocks_apart
 from lightning_adabatch.loader.group_sampler import GroupSampler
 from lightning_adabatch.loader.indices import CurrentBlocks, at_least_two
@@ -30,6 +31,8 @@ class GroupSupply(Supply):
         size: Knows the batch size in force.
         samples: Of an epoch, where that is known.
         on_demand: There are no workers.
+        epochs: That the user's objects shuffle for.
+        ended: Called with the samples of an epoch whose end was reached.
     """
 
     def __init__(
@@ -42,12 +45,16 @@ class GroupSupply(Supply):
         samples: int | None,
         *,
         on_demand: bool,
+        epochs: list[Any],
+        ended: Callable[[int], None],
     ) -> None:
         lengths = sampler.in_flight
         super().__init__(plan, BlockStream(source, lambda block: (lengths.popleft(), block)), assemble)
         self._sampler = sampler
         self._size = size
         self._samples = samples
+        self._epochs = epochs
+        self._note_end = ended
         self.on_demand = on_demand
         if on_demand:
             sampler.asked = self._note_drawn
@@ -65,6 +72,9 @@ class GroupSupply(Supply):
             self.plan.see(self.plan.consumed, more=False)
             return size
         group = self._allowed(sampler.groups.popleft())
+        most = self._size.max_samples
+        if most is not None and self.plan.consumed + group > most:
+            group = sampler.shorten(most - self.plan.consumed)
         far = self._samples is not None and self._samples - sampler.drawn >= 2 * size
         follows = bool(sampler.groups) or far or sampler.draw(size)
         if not follows:
@@ -100,6 +110,8 @@ class GroupSupply(Supply):
     def _check_end(self) -> None:
         """Warn of a batch sampler that takes its batch size for constant, and so loses or repeats samples."""
         sampler = self._sampler
+        if sampler.ended:
+            self._note_end(sampler.drawn)
         if len(sampler.history) > 1 and self._samples not in {None, sampler.drawn}:
             name = sampler.name
             warnings.warn(
@@ -120,6 +132,8 @@ class GroupSupply(Supply):
             "order": None,
             "consumed": consumed,
             "started": mark,
+            "epochs": self._epochs,
+            "witnesses": [repr(index) for index in self._sampler.last(consumed)],
             "history": [list(entry) for entry in self._sampler.history] if mark else [],
         }
 
@@ -138,6 +152,8 @@ class Groups(Kind):
         self.own_batch_size = int(self._batch_sampler.batch_size)
         self.drop_last = False  # what it yields is trained
         self._current = CurrentBlocks()
+        self._hint_holds = True
+        self._lengths: dict[int, int | None] = {}  # by size, for asking may make all batches
 
     def samples(self) -> int | None:
         """Return None: only the batch sampler knows when it ends."""
@@ -155,11 +171,13 @@ class Groups(Kind):
 
     def length(self, size: int) -> int | None:
         """Return how many batches the batch sampler says there are at a size, or None."""
-        before = self._batch_sampler.batch_size
-        self._batch_sampler.batch_size = size
-        length = known_length(self._batch_sampler)
-        self._batch_sampler.batch_size = before
-        return length
+        if size not in self._lengths:
+            before, generators_before = self._batch_sampler.batch_size, generators.capture()
+            self._batch_sampler.batch_size = size
+            self._lengths[size] = known_length(self._batch_sampler)
+            self._batch_sampler.batch_size = before
+            generators.restore(generators_before)
+        return self._lengths[size]
 
     def batches_left(self, plan: EpochPlan, size: int) -> int | float:
         """Return about how many batches follow if ``size`` stays, by what the batch sampler says."""
@@ -196,6 +214,7 @@ class Groups(Kind):
         """Ask again for what was asked for; None where that gives other groups."""
         if "history" not in place or "workers" in place:
             return None
+        self.set_epochs(place["epochs"])
         sampler = GroupSampler(self._batch_sampler, plan, size, self.generators)
         if place["started"] is not None and not sampler.go_past(place):
             return None
@@ -208,4 +227,15 @@ class Groups(Kind):
 
     def _supply(self, sampler: GroupSampler, source: Iterator[Any], plan: EpochPlan, size: SizeInForce) -> GroupSupply:
         on_demand = self.loader.num_workers == 0
-        return GroupSupply(sampler, source, plan, assembler(self.loader), size, self.hint(), on_demand=on_demand)
+        samples = self.hint() if self._hint_holds else None
+        return GroupSupply(
+            *(sampler, source, plan, assembler(self.loader), size, samples),
+            on_demand=on_demand,
+            epochs=self.epochs,
+            ended=self._note_end,
+        )
+
+    def _note_end(self, drawn: int) -> None:
+        """Trust the length of the data no longer once an epoch ended before it."""
+        samples = self.hint()
+        self._hint_holds = self._hint_holds and (samples is None or drawn >= samples)

@@ -122,7 +122,7 @@ class Indices(Kind):
         self, owned: DataLoader[Any], plan: EpochPlan, size: SizeInForce, place: Mapping[str, Any]
     ) -> Supply | None:
         """Begin a pass where another one stood, or return None if the order is another."""
-        if "witnesses" not in place or (not plan.open and plan.total != place["total"]):
+        if "sampler_epoch" not in place or (not plan.open and plan.total != place["total"]):
             return None
         if place["sampler_epoch"] is not None and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(place["sampler_epoch"])

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_adabatch import generators
 from lightning_adabatch.loader.groups import Groups
 from lightning_adabatch.loader.indices import Indices
 from lightning_adabatch.loader.streams import Stream
@@ -43,6 +46,30 @@ def settable_batch_size(batch_sampler: Any) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def follows_its_size(batch_sampler: Any) -> bool:
+    """Whether a batch sampler reads its ``batch_size`` for each batch, as far as two batches show.
+
+    It is asked on a copy, and the generators are put back. What gives as much after its size was halved as before,
+    and as much as it said, does not follow.
+    """
+    size, before = batch_sampler.batch_size, generators.capture()
+    own = [one for one in vars(batch_sampler).values() if isinstance(one, torch.Generator)] if size > 1 else []
+    states = [one.get_state() for one in own]
+    try:
+        asked = copy.copy(batch_sampler)
+        batches = iter(asked)
+        first = len(next(batches))
+        asked.batch_size = size // 2
+        second = len(next(batches))
+    except Exception:  # noqa: BLE001  # what it cannot do now it will say when it is asked in earnest
+        return True
+    finally:
+        generators.restore(before)
+        for one, state in zip(own, states, strict=True):
+            one.set_state(state)
+    return size == 1 or not first == second == size
 
 
 def iteration_of_its_own(loader: Any) -> str | None:

@@ -38,4 +38,4 @@ def for_ranks(place: Mapping[str, Any], before: int, now: int, sampler: Any, tot
 
 def lost(place: Mapping[str, Any]) -> dict[str, Any]:
     """Return a place that no pass can begin at."""
-    return {**place, "total": None}
+    return {**place, "lost": True}

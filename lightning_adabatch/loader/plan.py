@@ -34,6 +34,7 @@ class EpochPlan:
         tail: What happens to the samples that do not fill a batch: one smaller batch, carried into the
             next pass, or dropped.
         max_batches: The pass ends after this many batches, or None.
+        most: An open plan ends with this many samples, or None.
         open: More samples may follow than ``total``, the ones that are known: see :meth:`see`.
         device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
@@ -59,6 +60,7 @@ class EpochPlan:
     last_size: int = 0
     over: bool = False
     open: bool = False
+    most: int | None = None
     device_limit: int | None = None
     part: int = 0
     part_size: int = 0

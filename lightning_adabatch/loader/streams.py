@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader
 from lightning_adabatch import generators
 from lightning_adabatch.loader.assembly import Assemble, assembler, block_collate, blocks_apart
 from lightning_adabatch.loader.indices import at_least_two
-from lightning_adabatch.loader.pieces import BlockStream
+from lightning_adabatch.loader.pieces import BlockStream, Piece
 from lightning_adabatch.loader.plan import EpochPlan
 from lightning_adabatch.loader.sizes import SizeInForce
 from lightning_adabatch.loader.supply import Kind, Supply, known_length, settings_of
 
 # Samples that are gone past at a time where a stream is begun again with no workers.
 _STEP = 256
+# So many of the samples before a place are remembered by what they look like, to know the order again.
+_WITNESSES = 8
 
 
 class Block(NamedTuple):
@@ -36,6 +38,7 @@ class StreamMark(NamedTuple):
     before: int  # samples that had arrived before the last batch was looked for,
     generator: torch.Tensor | None  # torch's generator then,
     drawn: int  # and those that had arrived after it
+    last: list[Piece]  # the last samples that were handed out, with no workers
 
 
 class StreamSupply(Supply):
@@ -51,6 +54,7 @@ class StreamSupply(Supply):
         size: Knows the batch size in force.
         own: The user's generators that the stream may draw from.
         block: Samples that a worker fetches at a time at first.
+        epochs: That the user's objects shuffle for.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class StreamSupply(Supply):
         size: SizeInForce,
         own: list[torch.Generator],
         block: int,
+        epochs: list[Any],
     ) -> None:
         self._begun = {"global": generators.capture(), "own": [one.get_state() for one in own]}
         self._blocks: Any = owned.batch_sampler
@@ -71,12 +76,14 @@ class StreamSupply(Supply):
         super().__init__(plan, BlockStream(iter(owned), _length_of), assemble)
         self._drawn = self._arrived = 0  # samples, and blocks
         self._ended = False
-        self._before = StreamMark(0, None, 0)
+        self._before = StreamMark(0, None, 0, [])
+        self._last: list[Piece] = []
+        self._epochs = epochs
 
     def prepare(self, size: int) -> int:
         """Look beyond the batch, to know whether it is the last one."""
         plan = self.plan
-        self._before = StreamMark(self._drawn, torch.default_generator.get_state(), 0)
+        self._before = StreamMark(self._drawn, torch.default_generator.get_state(), 0, [])
         if self._workers:
             self._follow(self._size.device_size)
         horizon = plan.horizon(size)
@@ -86,9 +93,16 @@ class StreamSupply(Supply):
         plan.see(int(min(self._drawn, most)), more=not self._ended and self._drawn < most)
         return size
 
+    def take(self, size: int) -> list[Piece]:
+        """Return the samples that the plan just handed out."""
+        pieces = super().take(size)
+        if not self._workers:
+            self._last = pieces
+        return pieces
+
     def mark(self) -> StreamMark:
         """Return what has arrived."""
-        return self._before._replace(drawn=self._drawn)
+        return self._before._replace(drawn=self._drawn, last=self._last)
 
     def state(self, mark: StreamMark, consumed: int) -> dict[str, Any]:
         """Return how to begin the stream again and go past what was handed out."""
@@ -102,6 +116,8 @@ class StreamSupply(Supply):
             "before": mark.before,
             "before_state": mark.generator,
             "drawn": mark.drawn,
+            "epochs": self._epochs,
+            "witnesses": _witnesses(mark.last),
         }
 
     def go_past(self, place: Mapping[str, Any]) -> bool:
@@ -118,13 +134,16 @@ class StreamSupply(Supply):
                 self._drop()
             if state is not None:
                 torch.default_generator.set_state(state.cpu())
-        self._before = StreamMark(place["before"], place["before_state"], place["drawn"])
-        return self._drawn >= self.plan.consumed
+        self._before = StreamMark(place["before"], place["before_state"], place["drawn"], self._last)
+        known = place["witnesses"]
+        same = not known or _witnesses(self._last)[-len(known) :] == known
+        return self._drawn >= self.plan.consumed and same
 
     def _pull(self, missing: int, step: int | None = None) -> None:
         """Let a block arrive; with no workers it has what is missing, ``step`` at a time."""
         if not self._workers:
             self._set_block(missing if step is None else min(missing, step))
+        self._blocks.batch_size = self._block  # another pass, for a look at a batch, may have set its own
         arrived = self.stream.pull()
         self._drawn += arrived
         self._arrived += 1
@@ -132,7 +151,9 @@ class StreamSupply(Supply):
 
     def _drop(self) -> None:
         taken = self._drawn - self.stream.held
-        self.stream.take(min(self.stream.held, self.plan.consumed - taken))
+        pieces = self.stream.take(min(self.stream.held, self.plan.consumed - taken))
+        if not self._workers:
+            self._last = [*self._last, *pieces][-_WITNESSES:]
 
     def _follow(self, size: int) -> None:
         if size >= 2 * self._block or 2 * size <= self._block:
@@ -171,12 +192,12 @@ class Stream(Kind):
 
     def batches_left(self, plan: EpochPlan, size: int) -> int | float:
         """Return how many batches, or parts of them, follow if ``size`` stays; an estimate for an open plan."""
-        hint = self.hint()
+        known = [samples for samples in (self.hint(), plan.most) if samples is not None]
         if not plan.open:
             return plan.batches_left(size)
-        if hint is None:
+        if not known:
             return at_least_two(plan, math.inf)
-        expected = replace(plan, total=max(hint, plan.consumed), open=False)
+        expected = replace(plan, total=max(min(known), plan.consumed), open=False)
         return at_least_two(plan, expected.batches_left(size))
 
     def own(self, num_workers: int, worker_init_fn: Any) -> DataLoader[Any]:
@@ -202,6 +223,7 @@ class Stream(Kind):
         """Begin the stream again and go past what was handed out; None where that gives another order."""
         if place.get("workers") != owned.num_workers:
             return None
+        self.set_epochs(place["epochs"])
         generators.restore(place["started"]["global"])
         for own, state in zip(self.generators, place["started"]["own"], strict=False):
             own.set_state(state.cpu())
@@ -209,7 +231,8 @@ class Stream(Kind):
         return supply if supply.go_past(place) else None
 
     def _supply(self, owned: DataLoader[Any], plan: EpochPlan, size: SizeInForce, block: int) -> StreamSupply:
-        return StreamSupply(owned, plan, assembler(self.loader, samples=True), size, self.generators, block)
+        assemble = assembler(self.loader, samples=True)
+        return StreamSupply(owned, plan, assemble, size, self.generators, block, self.epochs)
 
 
 class _Counted:
@@ -220,6 +243,22 @@ class _Counted:
 
     def __call__(self, samples: list[Any]) -> Block:
         return Block(len(samples), self._collate(samples))
+
+
+def _witnesses(pieces: list[Piece]) -> list[str]:
+    """Return what the last few samples look like, in what is not drawn at random: whole numbers and texts."""
+    samples = [sample for piece in pieces for sample in piece.block[piece.start : piece.stop]]
+    return [repr(_firm(sample)) for sample in samples[-_WITNESSES:]]
+
+
+def _firm(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return {key: _firm(value) for key, value in sample.items()}
+    if isinstance(sample, (list, tuple)):
+        return [_firm(value) for value in sample[:_WITNESSES]]
+    if isinstance(sample, torch.Tensor) and sample.numel() == 1 and not sample.is_floating_point():
+        return sample.item()
+    return sample if isinstance(sample, (int, str, bytes)) else None
 
 
 def _as_they_are(samples: list[Any]) -> list[Any]:

@@ -119,6 +119,17 @@ class Kind(ABC):
         """Whose generators these are."""
         return [self.loader, self.sampler]
 
+    @property
+    def epochs(self) -> list[Any]:
+        """The epochs that the user's objects shuffle for, None where they have none."""
+        return [getattr(owner, "epoch", None) for owner in self.owners]
+
+    def set_epochs(self, epochs: list[Any]) -> None:
+        """Have the user's objects shuffle for the epochs of another process: a hook that told them is not called."""
+        for owner, epoch in zip(self.owners, epochs, strict=False):
+            if epoch is not None and hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+
     def batches_left(self, plan: EpochPlan, size: int) -> int | float:
         """Return how many batches, or parts of them, follow if ``size`` stays; an estimate for an open plan."""
         return plan.batches_left(size)

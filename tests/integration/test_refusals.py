@@ -107,7 +107,18 @@ def parts_and_frequency(root):
 
 
 class Grouped:
-    batch_size = 4
+    def __init__(self) -> None:
+        self.batch_size = 4
+
+    def __iter__(self):
+        order = list(range(8))
+        while order:
+            group, order = order[: self.batch_size], order[self.batch_size :]
+            yield group
+
+
+class Settled(Grouped):
+    """Makes its batches before it is asked for them."""
 
     def __iter__(self):
         return iter([[0, 1, 2, 3], [4, 5, 6, 7]])
@@ -122,6 +133,15 @@ class Words:
 
 def by_groups(root, **kwargs):
     fit(Recorder(), DataLoader(Indexed(8), batch_sampler=Grouped()), callbacks=[adapt(4, **kwargs)], root=root)
+
+
+def groups_that_do_not_follow(root):
+    fit(Recorder(), DataLoader(Indexed(8), batch_sampler=Settled()), callbacks=[adapt(4, 8)], root=root)
+
+
+def groups_that_are_accumulated(root):
+    train = DataLoader(Indexed(8), batch_sampler=Grouped())
+    fit(Recorder(), train, callbacks=[adapt(8, 16)], accumulate_grad_batches=2, root=root)
 
 
 def groups_that_are_carried(root):
@@ -255,6 +275,8 @@ SETUPS: dict[Any, str] = {
     fused_under_a_scaler: "gradients where nobody sees them. What to do: set fused=False in the optimizer, or use",
     parts_by_hand: "max_device_batch_size with manual optimization. What to do: remove max_device_batch_size.",
     parts_and_frequency: "a frequency other than 1 together with micro-batches. What to do: set frequency=1 in",
+    groups_that_do_not_follow: "the batch sampler Settled, whose batches stay as they are when its batch_size is set",
+    groups_that_are_accumulated: "the batch sampler Grouped with accumulate_grad_batches: its batch_size need not be",
     groups_that_are_carried: "tail='carry' with the batch sampler Grouped, which says itself what becomes of the rest",
     groups_on_two_ranks: "the batch sampler Grouped on 2 ranks: only it knows how many batches of which size",
     stream_that_is_carried: "tail='carry' with the iterable data set Streamed",

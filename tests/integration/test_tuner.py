@@ -48,6 +48,7 @@ def test_trials_leave_no_trace(kind, tmp_path):
     assert "process_dataloader" not in vars(trainer.strategy)
     with_ours.batches.clear()
     with_ours.validations.clear()
+    with_ours.train()  # trials that validate leave it in evaluation mode, in which it records nothing
     trainer.fit(with_ours)
     first = with_ours.batch_size
     assert with_ours.sizes == {4: [4, 8, 16, 16, 16, 4], 8: [4, 8, 16, 16, 16, 4]}[first] + [16] * 4
