@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from lightning_adabatch import guards
+from lightning_adabatch import guards, loader_guards
 from lightning_adabatch.bridge import Bridge
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.fixed import FixedLoaders
@@ -69,7 +69,7 @@ class TrainData:
         found = self._slot.train_loaders()
         if self._settings.adapt == "lr":
             initial, samples = self.fixed.initial_batch_size, self.fixed.samples
-            guards.check_length(self._settings, samples)
+            loader_guards.check_length(self._settings, samples)
             several = None if initial is None else initial * ranks * self._accumulate
             return several, samples and samples * ranks, math.inf
         if not all(isinstance(loader, ElasticLoader) for loader in found):
@@ -78,11 +78,11 @@ class TrainData:
             )
         loader = self._slot.loaders[0]
         share = self._counts.limits_share
-        guards.check_together(
+        loader_guards.check_together(
             self._slot.loaders, self._slot.mode, self._settings, accumulate=self._accumulate, share=share
         )
         hint, epoch_samples = self._samples(loader)
-        guards.check_length(self._settings, hint)
+        loader_guards.check_length(self._settings, hint)
         return loader.initial_batch_size * ranks, hint, epoch_samples
 
     def _samples(self, loader: ElasticLoader) -> tuple[int | None, int | float]:
@@ -132,7 +132,7 @@ class TrainData:
 
     def _make_elastic(self, loader: Any, number: int) -> ElasticLoader:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
-        guards.check_loader(loader, self._settings, self._ranks.count)
+        loader_guards.check_loader(loader, self._settings, self._ranks.count)
         kind = kind_of(loader)
         size = self._initial_size(kind.own_batch_size) if number == 0 else kind.own_batch_size
         max_batches, max_samples = self._counts.limits_of(kind, size)

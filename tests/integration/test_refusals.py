@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import lightning_adabatch
-from lightning_adabatch import AdaDamp, AdaptiveBatchSize, GeoDamp, NormTest, RadaDamp, guards
+from lightning_adabatch import AdaDamp, AdaptiveBatchSize, GeoDamp, NormTest, RadaDamp, guards, loader_guards
 
 SOURCE = Path(lightning_adabatch.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -150,7 +150,7 @@ def groups_that_are_carried(root):
 
 def groups_on_two_ranks(root):
     del root
-    guards.check_loader(DataLoader(Indexed(8), batch_sampler=Grouped()), adapt(4).settings, ranks=2)
+    loader_guards.check_loader(DataLoader(Indexed(8), batch_sampler=Grouped()), adapt(4).settings, ranks=2)
 
 
 def stream_that_is_carried(root):
