@@ -20,6 +20,7 @@ from lightning_adabatch.bridge import Bridge, prepare, ranks_of, shards_of
 from lightning_adabatch.checkpoint import FRESH, Snapshot
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.data import TrainData
+from lightning_adabatch.division import Division
 from lightning_adabatch.evaluation import Evaluation
 from lightning_adabatch.limits import Decision
 from lightning_adabatch.logbook import Logbook
@@ -55,15 +56,13 @@ class Run:
         self._settings = settings
         self._said_no_loss = False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
-        self._logbook = Logbook(trainer.loggers, every, self._device_size)
         self._rates = Rates(trainer, settings)
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         fraction = getattr(settings.policy, "fraction", 1.0)
         self._evaluation = Evaluation(trainer, self._ranks, fraction, self._data.to_evaluate)
-        self._in_parts = False  # whether updates may have several
-        # Whether Lightning makes updates of several batches, since the loader is left alone.
-        self._in_windows = settings.adapt == "lr" and trainer.accumulate_grad_batches > 1
+        self._division = Division(trainer, settings, self._bridge, self._data, self.update, self._ranks.count)
+        self._logbook = Logbook(trainer.loggers, every, self._division.device_size)
 
     def start(self) -> None:
         """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
@@ -81,21 +80,11 @@ class Run:
 
     def _take_hold(self) -> None:
         """Take hold of micro-batches, optimizers and schedulers."""
-        self._in_parts = self._settings.adapt == "batch_size" and (
-            self._trainer.accumulate_grad_batches > 1
-            or self._settings.max_device_batch_size is not None
-            or self._data.lowered is not None
-            or self._settings.follows_variance
-        )
         if self._settings.follows_variance:
             guards.check_variance(self._trainer, self._settings, len(self._bridge.slot.loaders))
         if self._settings.evaluates:
             guards.check_evaluation(self._trainer, self._settings, self._data.own_loaders)
-        if self._in_parts:
-            guards.check_parts(self._trainer)
-            self._bridge.accumulate()
-        if self._settings.adapt == "batch_size":
-            self._watch_memory()
+        self._division.take_hold()
         self.update.manual = not self._trainer.lightning_module.automatic_optimization
         self._rates.take_hold()
         self.update.watch(self._trainer.optimizers)
@@ -150,59 +139,39 @@ class Run:
             first = self._data.trained(batch, batch_idx) * self._trainer.accumulate_grad_batches
             self._begin(first, samples and samples * self._ranks.count, math.inf)
         self.update.batch = batch
-        windows = self._bridge.windows
-        first = windows.complete if self._in_windows else not self._in_parts or self._bridge.accumulation.first
-        if first:
+        if self._division.first:
             self.update.begin()
-        if self._in_windows:
-            windows.begin_batch(self._data.trained(batch, batch_idx))
+        self._division.begin_batch(batch, batch_idx)
 
     def take_loss(self, loss: Tensor) -> None:
         """Measure the loss, of a part its share."""
-        part, samples = 1, 0
-        if self._in_windows:
-            windows = self._bridge.windows
-            part, samples = windows.batches, windows.batch_samples
-            loss = loss.detach() * self._trainer.accumulate_grad_batches  # by which Lightning has divided it
-        elif self._in_parts:
-            self._bridge.accumulation.weigh(loss)
-            part = self._bridge.slot.live.plan.part
-        self.update.take_loss(loss, part, samples)
+        self.update.take_loss(*self._division.loss_of(loss))
 
     def after_backward(self) -> None:
-        """Note that there are gradients, and measure those of the first of several parts.
-
-        Before the last part no rank has told another of its gradients.
-        """
+        """Note that there are gradients, and measure those of the first of several parts."""
         self.update.had_backward = True
-        optimizers = self._trainer.optimizers
-        if self._in_windows:
-            windows = self._bridge.windows
-            if windows.batches == 1 and not windows.complete:
-                share = 1 / self._trainer.accumulate_grad_batches
-                self.update.take_first_part(optimizers, share, windows.batch_samples / self._ranks.count)
-        elif self._in_parts and self._bridge.accumulation.first and not self._bridge.accumulation.complete:
-            parts = self._bridge.accumulation
-            self.update.take_first_part(optimizers, parts.share, parts.part_size)
+        part = self._division.first_part
+        if part is not None:
+            self.update.take_first_part(self._trainer.optimizers, *part)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
         self._follow_optimizers()
-        self.update.take_gradients(optimizer, self._bridge.windows.scale if self._in_windows else 1.0)
+        self.update.take_gradients(optimizer, self._division.scale)
         self._rates.refresh()
 
     def end_batch(self, batch: Any, batch_idx: int) -> None:
         """Count the batch, decide, apply the decision, and report."""
         controller = self.controller
         assert controller is not None  # for the type checker: start() came before
-        if not self._whole:
+        if not self._division.whole:
             self._bridge.end_batch(batch_idx)
             return
         used = controller.decision
-        trained = self._trained(batch, batch_idx)
+        trained = self._division.trained(batch, batch_idx)
         updated = bool(self.update.stepped)
         if updated:
-            self.update.close(trained, self._effective)
+            self.update.close(trained, self._division.effective)
         decision = controller.end_batch(trained, updated=updated, learning_rate=self._rates.base)
         self._evaluation.forget()
         self.update.counted = True
@@ -215,22 +184,6 @@ class Run:
         if updated:
             self._bridge.publish(_METRIC, trained)
             self._logbook.end_update(controller, used, trained)
-
-    @property
-    def _whole(self) -> bool:
-        """Whether the batch in hand is the last one of its update."""
-        return self._bridge.windows.complete and (not self._in_parts or self._bridge.accumulation.complete)
-
-    def _trained(self, batch: Any, batch_idx: int) -> int:
-        """Return the samples of the update in hand, over all ranks."""
-        if self._in_windows:  # Lightning ends a batch that is None without having begun it
-            return 0 if batch is None else self._bridge.windows.samples
-        return self._data.trained(batch, batch_idx)
-
-    @property
-    def _effective(self) -> float | None:
-        """The samples whose plain mean has as much noise as the update's gradients; None for all of them."""
-        return self._bridge.windows.effective if self._in_windows else None
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -251,17 +204,17 @@ class Run:
             return dict(FRESH) if self._data.places.restored is None else self._data.places.restored.state_dict()
         controller, meter, update = self.controller, self._meter, self.update
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
-        settled = self._whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
+        settled = self._division.whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
         updated, trained, used = bool(update.stepped), 0, controller.decision
         if settled:
-            trained = self._trained(update.batch, self._bridge.resume.ended)
+            trained = self._division.trained(update.batch, self._bridge.resume.ended)
             meter = meter.copy(alone=alone)
             # A decision that needs the training set evaluated is made now, and known when our hook comes. A rank that
             # may ask no other cannot: the decision before it stands, and the run that goes on decides at the next.
             ask = self._evaluation.recall if alone and self._ranks.several else self._evaluation.measure
             controller = controller.copy(meter.peek, ask)
             if updated and not update.closed:
-                meter.close(trained, update.stepped, self._effective)
+                meter.close(trained, update.stepped, self._division.effective)
             if not update.counted:
                 controller.end_batch(trained, updated=updated, learning_rate=self._rates.base)
             if updated and controller.cadence.due(controller.updates):
@@ -329,23 +282,6 @@ class Run:
         self._rates.release()
         self._bridge.give_back()
 
-    # Memory -----------------------------------------------------------------------------------------
-
-    def _watch_memory(self) -> None:
-        """Have an update that does not fit into memory divided, where this can be."""
-        loaders = len(self._bridge.slot.loaders)
-        setting = "max_device_batch_size" if guards.divisible(self._trainer, loaders) else "max_batch_size"
-        divide = self._divide if guards.divisible_in_mid_run(self._trainer, loaders) else None
-        self._bridge.watch_memory(divide, setting)
-
-    def _divide(self, device_limit: int) -> None:
-        """Have updates of several parts from now on, of at most so many samples."""
-        if not self._in_parts:
-            self._in_parts = True
-            self._bridge.accumulate()
-        self._data.lowered = device_limit
-        self.update.batch = None
-
     # Optimizers -------------------------------------------------------------------------------------
 
     def _follow_optimizers(self) -> None:
@@ -368,11 +304,6 @@ class Run:
     def _apply(self, decision: Decision) -> None:
         self._data.resize(decision.batch_size)
         self._rates.set(decision.lr_factor)
-
-    def _device_size(self, trained: int) -> int:
-        """Return the samples of one pass on one rank, of an update's over all ranks."""
-        device = trained // self._ranks.count
-        return -(-device // self._bridge.slot.live.plan.parts(device)) if self._in_parts else device
 
 
 def _all_equal(states: Sequence[Any]) -> bool:
