@@ -37,10 +37,10 @@ LAYERS: dict[str, set[str]] = {
     "bridge": {"generators", "loader", "ranks", "sinks", "validation"},
     "places": {"bridge", "checkpoint", "guards", "loader", "ranks"},
     "data": {"bridge", "controller", "fixed", "guards", "loader", "loader_guards", "places", "ranks", "settings"},
-    "division": {"bridge", "data", "guards", "settings", "update"},
     "evaluation": {"bridge", "diversity", "ranks", "subset"},
     "logbook": {"controller", "limits", "policies", "report", "sinks"},
     "update": {"meter"},
+    "division": {"bridge", "data", "guards", "settings", "update"},
     "rates": {"lr", "policies", "settings"},
     "run": {
         *("bridge", "checkpoint", "controller", "data", "division", "evaluation", "guards", "limits", "logbook"),
