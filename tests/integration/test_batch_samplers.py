@@ -135,6 +135,14 @@ def test_size_is_given_back(tmp_path):
         assert sampler.batch_size == 4
 
 
+def test_size_is_given_back_after_reloads(tmp_path):
+    """A loader that is made anew from the same batch sampler finds it as it was, and the size in force goes on."""
+    module, sampler = Recorder(), Buckets(60, 3, 4)
+    train(module, sampler, 4, 10, reload_dataloaders_every_n_epochs=1, epochs=3, root=tmp_path)
+    assert sampler.batch_size == 4
+    assert module.sizes_in(1) == module.sizes_in(2) == [10] * 6
+
+
 @pytest.mark.parametrize("limit", [3, 0.5])
 def test_limits(limit, tmp_path):
     """An int limits the batches; a share ends the epoch with the group that reaches it."""

@@ -103,8 +103,8 @@ def test_largest(tmp_path):
 def test_list_of_loaders(tmp_path):
     """A list works as a dict does, in Lightning's own mode."""
     module = Pairs()
-    fit(module, [loader(64, 4), loader(64, 6)], loader(8, 8), callbacks=[adapt(4, 10)], epochs=1, root=tmp_path)
-    assert module.sizes(0)[:3] == [[4, 6], [10, 15], [10, 15]]  # ceil(6 * 10 / 4) = 15
+    fit(module, [loader(64, 4), loader(64, 7)], loader(8, 8), callbacks=[adapt(4, 10)], epochs=1, root=tmp_path)
+    assert module.sizes(0)[:3] == [[4, 7], [10, 18], [10, 18]]  # ceil(7 * 10 / 4) = 18
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
