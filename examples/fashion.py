@@ -122,9 +122,10 @@ class PaperNet(pl.LightningModule):
         super().__init__()
         self.lr = lr
         self.net = nn.Sequential(
-            *(nn.Conv2d(1, 30, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(30, 60, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(60, 100, 3), nn.ReLU(), nn.MaxPool2d(2)),
+            # The paper has ReLU before the pooling, which gives the same numbers, to the last bit, in twice the time.
+            *(nn.Conv2d(1, 30, 5), nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(30, 60, 5), nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(60, 100, 3), nn.MaxPool2d(2), nn.ReLU()),
             *(nn.Flatten(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)),
         ).to(memory_format=torch.channels_last)  # the same results; a step on a CPU takes a quarter less time
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
