@@ -121,5 +121,6 @@ class Curve(pl.Callback):
         return {"rows": list(self.rows), "loss": self._loss, "settings": self.settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after them."""
-        self.rows, self._loss = list(state_dict["rows"]), state_dict["loss"]
+        """Go on after them, under this run's name: one may branch off from the checkpoint of another."""
+        self.rows = [{**row, **self._start} for row in state_dict["rows"]]
+        self._loss = state_dict["loss"]

@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp, Policy, RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, Constant, Cooldown, GeoDamp, Policy, RadaDamp
 
 LR = 0.005
 #: λ and the baseline of the code that made the paper's numbers; its batch size never falls below B0 either.
@@ -45,6 +45,7 @@ class Method:
     policy: Policy
     adapt: Literal["batch_size", "lr"] = "batch_size"
     floor: bool = False  # at B0
+    cooldown: bool = False  # over the last fifth of the epochs
     optimizer: Callable[..., torch.optim.Optimizer] | None = None  # None: the paper's SGD
 
 
@@ -54,6 +55,7 @@ METHODS = {
     "GeoDamp-LR (SGD)": Method(STAGES, adapt="lr"),
     "RadaDamp-LR": Method(AUTHOR, adapt="lr", floor=True),
     "Adagrad": Method(Constant(), optimizer=lambda parameters: torch.optim.Adagrad(parameters, LR)),
+    "RadaDamp, cooldown": Method(AUTHOR, floor=True, cooldown=True),
     "RadaDamp as printed": Method(PRINTED),
     # From what is printed to what the author ran, one change each.
     "RadaDamp printed, floor": Method(PRINTED, floor=True),
@@ -137,8 +139,11 @@ def train(args: argparse.Namespace) -> Path:
         if was != settings:
             raise SystemExit(f"{last} is of a run with {was}, and this one has {settings}. Give the same ones.")
     pl.seed_everything(args.seed, verbose=False)
+    policy = method.policy
+    if method.cooldown:
+        policy = Cooldown(policy, start=0.8 * args.epochs, end=args.epochs)
     adaptive = AdaptiveBatchSize(
-        method.policy,
+        policy,
         max_batch_size=args.max_batch_size,
         min_batch_size=args.batch_size if method.floor else 1,
         adapt=method.adapt,

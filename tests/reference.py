@@ -67,6 +67,13 @@ def schedule(counts: list[float], *, sizes: dict[float, int], initial: int) -> l
     return dampings
 
 
+def cooldown(counts: list[float], rule: list[float], *, start: float, length: float, factor: float) -> list[float]:
+    """Return the rule's dampings over a rate that goes in ``length`` equal steps from 1 to 1 / ``factor``."""
+    end, step = 1 / Fraction(factor), (1 - 1 / Fraction(factor)) / Fraction(length)
+    rates = [max(end, 1 - step * max(0, Fraction(count) - Fraction(start))) for count in counts]
+    return [damping / float(rate) for damping, rate in zip(rule, rates, strict=True)]
+
+
 def adadamp(losses: list[float], *, optimal_loss: float, largest: float) -> list[float]:
     """Return the first distance to F* over each, 1 without such a distance, ``largest`` where it has vanished."""
     distances = [Fraction(loss) - Fraction(optimal_loss) for loss in losses]

@@ -16,6 +16,7 @@ PUBLIC = [
     "AdaptiveBatchSize",
     "CABS",
     "Constant",
+    "Cooldown",
     "DiveBatch",
     "ExponentialDamp",
     "GeoDamp",

@@ -4,6 +4,7 @@
 from lightning_adabatch.policies.adadamp import AdaDamp, AdaDampState
 from lightning_adabatch.policies.base import EVALUATED, OBSERVED, Observation, Policy, Progress, dump_state, load_state
 from lightning_adabatch.policies.cabs import CABS, CABSState
+from lightning_adabatch.policies.cooldown import Cooldown
 from lightning_adabatch.policies.divebatch import DiveBatch, DiveBatchState
 from lightning_adabatch.policies.grad_norm import GradNormDamp, GradNormDampState
 from lightning_adabatch.policies.growth import ExponentialDamp, PolynomialDamp
@@ -18,6 +19,7 @@ __all__ = [  # noqa: RUF022  # as sorted() has it
     "CABS",
     "CABSState",
     "Constant",
+    "Cooldown",
     "DiveBatch",
     "DiveBatchState",
     "EVALUATED",

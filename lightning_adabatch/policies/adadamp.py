@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_adabatch.policies.base import Policy, Progress
-from lightning_adabatch.policies.checks import check_fraction, check_optimal_loss
+from lightning_adabatch.policies.checks import check_fraction, check_optimal_loss, ratio
 
 
 class AdaDampState(NamedTuple):
@@ -81,7 +81,7 @@ class AdaDamp(Policy[AdaDampState]):
             return 1.0
         if state.loss <= self.optimal_loss:
             return progress.cap / progress.initial_batch_size
-        return (state.baseline - self.optimal_loss) / (state.loss - self.optimal_loss)
+        return ratio(state.baseline - self.optimal_loss, state.loss - self.optimal_loss)
 
     def estimates(self, state: AdaDampState) -> dict[str, float]:
         """Return the last F."""

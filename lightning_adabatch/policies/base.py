@@ -110,6 +110,11 @@ class Policy(ABC, Generic[State]):
     requires: frozenset[str] = frozenset({"loss"})
     uses_epochs: bool = False
 
+    @property
+    def state_owner(self) -> Policy[Any]:
+        """The rule that the state belongs to: this one, but for a rule that wraps another and adds no memory."""
+        return self
+
     def init(self) -> State:
         """Return the state before the first observation."""
         return None  # type: ignore[return-value]  # a policy without memory has None for its state
@@ -146,7 +151,7 @@ class Policy(ABC, Generic[State]):
 
 def dump_state(policy: Policy[Any], state: Any) -> dict[str, Any]:
     """Return a policy's state as plain numbers, with the name of the class that it belongs to."""
-    return {"class": _name(policy), "state": _fields(state) if _has_fields(state) else state}
+    return {"class": _name(policy.state_owner), "state": _fields(state) if _has_fields(state) else state}
 
 
 def load_state(policy: Policy[Any], dumped: Mapping[str, Any]) -> Any:
@@ -155,13 +160,14 @@ def load_state(policy: Policy[Any], dumped: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: If it is that of another policy, or of another version of this one.
     """
-    if dumped["class"] != _name(policy):
-        raise ValueError(f"the state is that of {dumped['class']}, and the policy is {_name(policy)}")
+    name = _name(policy.state_owner)
+    if dumped["class"] != name:
+        raise ValueError(f"the state is that of {dumped['class']}, and the policy is {name}")
     fresh, stored = policy.init(), dumped["state"]
     if not _has_fields(fresh):
         return stored
     if not isinstance(stored, Mapping) or stored.keys() != _fields(fresh).keys():
-        raise ValueError(f"the state is {stored}, and {_name(policy)} has the fields {', '.join(_fields(fresh))}")
+        raise ValueError(f"the state is {stored}, and {name} has the fields {', '.join(_fields(fresh))}")
     return type(fresh)(**stored)
 
 

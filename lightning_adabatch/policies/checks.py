@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several rules share: the ranges of their hyperparameters, the average, the smallest size."""
+"""What several rules share: the ranges of their hyperparameters, the average, the smallest values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_adabatch.policies.base import is_finite
+from lightning_adabatch.policies.base import Progress, is_finite
 
 #: Samples; in a batch of one the variance of the gradients cannot be seen.
 SMALLEST = 2.0
+
+#: A damping is above 0, also where a quotient or a power is too small for a float.
+SMALLEST_DAMPING = 1e-300
 
 
 def check_rho(rho: Any, usual: float) -> None:
@@ -31,6 +34,12 @@ def check_optimal_loss(optimal_loss: Any) -> None:
         )
 
 
+def check_unit(unit: Any) -> None:
+    """Refuse what is none of the three counts."""
+    if unit not in ("updates", "samples", "epochs"):
+        raise ValueError(f"unit={unit!r} must be one of 'updates', 'samples', 'epochs'.")
+
+
 def check_warmup(warmup: Any) -> None:
     """Refuse what is not a number of updates from 1 on."""
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
@@ -41,6 +50,16 @@ def check_fraction(fraction: Any) -> None:
     """Refuse a share of the training set outside of (0, 1]."""
     if not (is_finite(fraction) and 0.0 < fraction <= 1.0):
         raise ValueError(f"fraction={fraction!r} must be in (0, 1], a share of the training set. 1 is all of it.")
+
+
+def count(unit: str, progress: Progress) -> float:
+    """Return how far the run has come, in a unit."""
+    return {"updates": progress.updates, "samples": progress.samples, "epochs": progress.epochs}[unit]
+
+
+def ratio(first: float, now: float) -> float:
+    """Return the damping first / now of two numbers above 0."""
+    return max(first / now, SMALLEST_DAMPING)
 
 
 def average(before: float, now: float, count: int, rho: float) -> float:

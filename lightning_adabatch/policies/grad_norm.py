@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_adabatch.policies.base import Observation, Policy, Progress, is_finite
+from lightning_adabatch.policies.checks import ratio
 
 
 class GradNormDampState(NamedTuple):
@@ -79,7 +80,7 @@ class GradNormDamp(Policy[GradNormDampState]):
             return 1.0
         if state.grad_norm_sq <= 0.0:
             return progress.cap / progress.initial_batch_size
-        return state.baseline / state.grad_norm_sq
+        return ratio(state.baseline, state.grad_norm_sq)
 
     def estimates(self, state: GradNormDampState) -> dict[str, float]:
         """Return the rolling average of the squared gradient norm."""

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_adabatch.policies.base import Policy, Progress, is_finite
-
-_SMALLEST = 1e-300  # a damping is above 0
+from lightning_adabatch.policies.checks import SMALLEST_DAMPING
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,6 @@ class ExponentialDamp(Policy[None]):
         """Return rate ** k."""
         del state
         try:
-            return max(float(self.rate) ** progress.updates, _SMALLEST)
+            return max(float(self.rate) ** progress.updates, SMALLEST_DAMPING)
         except OverflowError:
             return math.inf

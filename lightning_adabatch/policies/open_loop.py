@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_adabatch.policies.base import Policy, Progress, is_finite
-
-_UNITS = ("updates", "samples", "epochs")
-_SMALLEST = 1e-300  # a damping is above 0
+from lightning_adabatch.policies.checks import SMALLEST_DAMPING, check_unit, count
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,9 @@ class GeoDamp(Policy[None]):
         try:
             # 0.3 / 0.1 is 2.999...: a point that is reached up to float dust is reached.
             exponent = math.floor(progress.epochs / self.delay + 1e-9)
-            return max(float(self.factor) ** exponent, _SMALLEST)
+            return max(float(self.factor) ** exponent, SMALLEST_DAMPING)
         except OverflowError:
-            return math.inf if self.factor > 1 else 1.0 if self.factor == 1 else _SMALLEST
+            return math.inf if self.factor > 1 else 1.0 if self.factor == 1 else SMALLEST_DAMPING
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Schedule(Policy[None]):
 
     def __post_init__(self) -> None:
         """Check points, sizes and unit; keep the points in order in a mapping of our own."""
-        if self.unit not in _UNITS:
-            raise ValueError(f"unit={self.unit!r} must be one of {', '.join(map(repr, _UNITS))}.")
+        check_unit(self.unit)
         if not isinstance(self.sizes, Mapping) or not self.sizes:
             raise ValueError(f"sizes={self.sizes!r} must map points to batch sizes, such as {{0: 64, 1000: 128}}.")
         for point, size in self.sizes.items():
@@ -124,7 +121,7 @@ class Schedule(Policy[None]):
     def damping(self, state: None, progress: Progress) -> float:
         """Return the size of the last point reached, divided by the initial batch size."""
         del state
-        now: float = {"updates": progress.updates, "samples": progress.samples, "epochs": progress.epochs}[self.unit]
+        now = count(self.unit, progress)
         reached = [size for point, size in self.sizes.items() if point <= now + 1e-9]
         try:
             return reached[-1] / progress.initial_batch_size if reached else 1.0

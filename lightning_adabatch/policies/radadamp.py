@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_adabatch.policies.base import Observation, Policy, Progress, is_finite
+from lightning_adabatch.policies.checks import ratio
 
 
 class RadaDampState(NamedTuple):
@@ -110,7 +111,7 @@ class RadaDamp(Policy[RadaDampState]):
         average = self._average(state)
         if average <= 0.0:
             return progress.cap / progress.initial_batch_size
-        return state.baseline / average
+        return ratio(state.baseline, average)
 
     def estimates(self, state: RadaDampState) -> dict[str, float]:
         """Return the rolling averages of the loss and, where measured, of the squared gradient norm."""

@@ -66,15 +66,21 @@ def test_goes_on_from_a_checkpoint(name, cut, tmp_path):
     assert_goes_on(uncut, resume(plan(name, dwell=3), tmp_path / f"{cut}.ckpt", tmp_path), uncut.marks[cut])
 
 
+def in_yaml(value):
+    """Return an argument as a configuration file has it: rules by class path, the rest as it is."""
+    if not isinstance(value, Policy):
+        return value
+    arguments = {field.name: in_yaml(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"class_path": f"lightning_adabatch.{type(value).__name__}", "init_args": arguments}
+
+
 @every_policy
 def test_comes_from_yaml(name, tmp_path, monkeypatch):
     """C34: a configuration file with the policy's arguments gives the same policy, and trains."""
     monkeypatch.setattr("sys.argv", ["train"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     policy = SETTINGS[name]
-    arguments = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    given = {"class_path": f"lightning_adabatch.{name}", "init_args": arguments}
-    callback = {"class_path": "lightning_adabatch.AdaptiveBatchSize", "init_args": {"policy": given}}
+    callback = {"class_path": "lightning_adabatch.AdaptiveBatchSize", "init_args": {"policy": in_yaml(policy)}}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = {"accelerator": "cpu", "max_epochs": 1, "callbacks": [callback], "default_root_dir": str(tmp_path)}
     path = tmp_path / "given.yaml"

@@ -21,6 +21,7 @@ from lightning_adabatch import (
     CABS,
     AdaDamp,
     Constant,
+    Cooldown,
     DiveBatch,
     ExponentialDamp,
     GeoDamp,
@@ -61,6 +62,8 @@ POLICIES = [
     NormTest(theta=1e-200, rho=0.0, warmup=1),
     DiveBatch(),
     DiveBatch(delta=0.1, every=5e-324, fraction=0.25),
+    Cooldown(RadaDamp(), start=160, end=200),
+    Cooldown(DiveBatch(fraction=0.25), start=0, end=5e-324, factor=1e308, unit="updates"),
 ]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 runs = st.lists(observations, max_size=12)
@@ -361,6 +364,20 @@ def test_geodamp_point_reached_up_to_float_dust_is_reached(step, delay):
     assert GeoDamp(1.01, delay).damping(None, progress(epochs=step * delay)) == 1.01**step
 
 
+def test_quotient_that_underflows_is_above_zero():
+    """A first loss, norm or distance beyond all floats below the later one asks for the smallest size, not for none."""
+    tiny, huge = 5e-300, 1e200
+    assert tiny / huge == 0.0
+    rada = RadaDamp(rho=0.0, grad_norm_weight=0.0)
+    assert 0.0 < rada.damping(observe(rada, losses(tiny, huge)), progress()) < 1e-200
+    norm = GradNormDamp(rho=0.0)
+    seen = [Observation(None, value, batch_size=8) for value in (tiny, huge)]
+    assert 0.0 < norm.damping(observe(norm, seen), progress()) < 1e-200
+    ada = AdaDamp()
+    state = taken(ada, ada.init(), progress(), {"full_loss": tiny})
+    assert 0.0 < ada.damping(taken(ada, state, progress(), {"full_loss": huge}), progress()) < 1e-200
+
+
 @pytest.mark.parametrize("factor", [10.0, 10])
 @pytest.mark.parametrize("delay", [1, 5e-324])
 def test_geodamp_overflow_is_infinite(factor, delay):
@@ -418,6 +435,87 @@ def test_schedule_keeps_a_mapping_of_its_own():
     policy = Schedule(given_sizes)
     given_sizes[0] = 999
     assert list(policy.sizes.items()) == [(0, 8), (4, 16)]
+
+
+@given(
+    counts=st.lists(st.integers(0, 100), max_size=10),
+    start=st.integers(0, 50),
+    length=st.integers(1, 50),
+    factor=st.sampled_from([1, 1.5, 20, 1e6]),
+    unit=st.sampled_from(["updates", "samples", "epochs"]),
+)
+def test_cooldown_is_its_formula(counts, start, length, factor, unit):
+    """The learning rate at the cap falls along a line; the other two counts do not matter."""
+    policy = Cooldown(ExponentialDamp(2), start, start + length, factor, unit)
+    elsewhere = {"updates": 6, "samples": 10**6, "epochs": 1e6}
+    points = [progress(**{**elsewhere, unit: n}) for n in counts]
+    found = [policy.damping(None, point) for point in points]
+    rule = [2.0**point.updates for point in points]
+    assert found == pytest.approx(reference.cooldown(counts, rule, start=start, length=length, factor=factor))
+
+
+def test_cooldown_by_hand():
+    """From 1 to 1/5 in four epochs: 1, 0.8, 0.6, 0.4, 0.2, and 0.2 from then on."""
+    policy = Cooldown(Constant(), start=2, end=6, factor=5)
+    dampings = [policy.damping(None, progress(epochs=e)) for e in (0, 2, 3, 4, 5, 6, 99)]
+    assert dampings == pytest.approx([1, 1, 1 / 0.8, 1 / 0.6, 1 / 0.4, 5, 5])
+
+
+@given(seen=runs, factor=st.sampled_from([1.0, 20.0]))
+def test_cooldown_before_its_start_is_its_rule(seen, factor):
+    """Bit for bit, and the state is the rule's own, so that checkpoints of either can be gone on with by the other."""
+    rule = RadaDamp(rho=0.5)
+    policy = Cooldown(rule, start=3, end=4, factor=factor)
+    state = observe(policy, seen)
+    assert state == observe(rule, seen)
+    assert policy.damping(state, progress(epochs=3.0)) == rule.damping(state, progress(epochs=3.0))
+    assert policies.load_state(rule, policies.dump_state(policy, state)) == state
+    assert policies.load_state(policy, policies.dump_state(rule, state)) == state
+    assert policy.estimates(state) == rule.estimates(state)
+    assert policy.notice(state) == rule.notice(state)
+
+
+def test_cooldown_does_not_take_the_state_of_another_rule():
+    """That of RadaDamp is no state for a cooldown of GradNormDamp."""
+    dumped = policies.dump_state(RadaDamp(), RadaDamp().init())
+    with pytest.raises(ValueError, match=r"the state is that of .*RadaDamp, and the policy is .*GradNormDamp"):
+        policies.load_state(Cooldown(GradNormDamp(), 1, 2), dumped)
+
+
+def test_cooldown_asks_for_what_its_rule_asks_for():
+    """What is measured, on how much of the data, and whether epochs matter."""
+    policy = Cooldown(AdaDamp(fraction=0.25), 1, 2, unit="updates")
+    assert policy.requires == AdaDamp.requires
+    assert policy.fraction == 0.25
+    assert not policy.uses_epochs
+    assert Cooldown(AdaDamp(), 1, 2).uses_epochs
+    assert Cooldown(GeoDamp(2, 1), 1, 2, unit="updates").uses_epochs
+    assert not hasattr(Cooldown(RadaDamp(), 1, 2), "fraction")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start": -1}, r"start=-1 must be a finite number of epochs >= 0"),
+        ({"start": math.nan}, r"start=nan must be"),
+        ({"start": True}, r"start=True must be"),
+        ({"end": 2}, r"end=2 must be a finite number of epochs > start=2"),
+        ({"end": math.inf, "unit": "samples"}, r"end=inf must be a finite number of samples > start=2"),
+        ({"factor": 0.5}, r"factor=0.5 must be a finite number >= 1"),
+        ({"factor": math.inf}, r"factor=inf must be"),
+        ({"unit": "steps"}, r"unit='steps' must be one of 'updates', 'samples', 'epochs'"),
+    ],
+)
+def test_cooldown_refuses(arguments, message):
+    """A value outside of its range is named with the range."""
+    with pytest.raises(ValueError, match=message):
+        Cooldown(**{"policy": RadaDamp(), "start": 2, "end": 3, **arguments})
+
+
+def test_cooldown_refuses_what_is_no_rule():
+    """A class, forgotten parentheses."""
+    with pytest.raises(TypeError, match=r"policy=<class .*RadaDamp'> must be a rule, such as RadaDamp\(\)"):
+        Cooldown(RadaDamp, 1, 2)
 
 
 def test_constant_by_hand():
