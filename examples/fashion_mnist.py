@@ -45,7 +45,7 @@ class Method:
     policy: Policy
     adapt: Literal["batch_size", "lr"] = "batch_size"
     floor: bool = False  # at B0
-    cooldown: bool = False  # over the last fifth of the epochs
+    cooldown: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] | None = None  # None: the paper's SGD
 
 
@@ -53,7 +53,7 @@ METHODS = {
     "RadaDamp": Method(AUTHOR, floor=True),
     "GeoDamp": Method(STAGES),
     "GeoDamp-LR (SGD)": Method(STAGES, adapt="lr"),
-    "RadaDamp-LR": Method(AUTHOR, adapt="lr", floor=True),
+    "RadaDamp-LR": Method(AUTHOR, adapt="lr"),
     "Adagrad": Method(Constant(), optimizer=lambda parameters: torch.optim.Adagrad(parameters, LR)),
     "RadaDamp, cooldown": Method(AUTHOR, floor=True, cooldown=True),
     "RadaDamp as printed": Method(PRINTED),
@@ -141,10 +141,10 @@ def train(args: argparse.Namespace) -> Path:
     pl.seed_everything(args.seed, verbose=False)
     policy = method.policy
     if method.cooldown:
-        policy = Cooldown(policy, start=0.8 * args.epochs, end=args.epochs)
+        policy = Cooldown(policy, start=(1 - args.cooldown) * args.epochs, end=args.epochs)
     adaptive = AdaptiveBatchSize(
         policy,
-        max_batch_size=args.max_batch_size,
+        max_batch_size=args.max_batch_size if method.adapt == "batch_size" else None,
         min_batch_size=args.batch_size if method.floor else 1,
         adapt=method.adapt,
     )
@@ -177,6 +177,7 @@ def arguments(given: Any = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256, help="B0")
     parser.add_argument("--max-batch-size", type=int, default=1024)
     parser.add_argument("--precision", default="32-true", help="Lightning's: 32-true, bf16-mixed, ...")
+    parser.add_argument("--cooldown", type=float, default=0.2, help="its share of the epochs, for a rule that has one")
     parser.add_argument("--accelerator", default="auto", help="Lightning's: auto, cpu, gpu, mps")
     parser.add_argument("--threads", type=int, help="of a CPU, for one run; default: all cores")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was cut")
@@ -193,6 +194,7 @@ def main(args: argparse.Namespace) -> None:
         return
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # that is why
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     start = time.perf_counter()
