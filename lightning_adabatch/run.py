@@ -25,6 +25,7 @@ from lightning_adabatch.evaluation import Evaluation
 from lightning_adabatch.limits import Decision
 from lightning_adabatch.logbook import Logbook
 from lightning_adabatch.meter import Meter
+from lightning_adabatch.notices import Notices
 from lightning_adabatch.policies import Observation
 from lightning_adabatch.rates import Rates
 from lightning_adabatch.report import PREFIX
@@ -54,9 +55,9 @@ class Run:
         self.update = Update(self._meter, getattr(trainer.precision_plugin, "scaler", None), self._say_no_loss)
         self._trainer = trainer
         self._settings = settings
-        self._said_no_loss = False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._rates = Rates(trainer, settings)
+        self._notices = Notices(settings)
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         fraction = getattr(settings.policy, "fraction", 1.0)
@@ -184,6 +185,7 @@ class Run:
         if updated:
             self._bridge.publish(_METRIC, trained)
             self._logbook.end_update(controller, used, trained)
+            self._notices.small_tail(trained, used.batch_size, controller.limits.initial_batch_size)
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -290,16 +292,7 @@ class Run:
             self.update.watch(self._trainer.optimizers)
 
     def _say_no_loss(self) -> None:
-        """Say once that the policy follows a loss, and how it is to be shown."""
-        if self._said_no_loss:
-            return
-        self._said_no_loss = True
-        remedy = (
-            "Call self.manual_backward(loss) in training_step, not loss.backward()"
-            if self.update.manual
-            else "Return the loss from training_step, as a tensor or under 'loss' in a dict"
-        )
-        rank_zero_warn(f"AdaptiveBatchSize: no loss was seen, which {self._settings.policy!r} follows. {remedy}.")
+        self._notices.no_loss(manual=self.update.manual)
 
     def _apply(self, decision: Decision) -> None:
         self._data.resize(decision.batch_size)

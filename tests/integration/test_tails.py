@@ -127,3 +127,34 @@ def test_carried_samples_survive_a_reload(reload, tmp_path):
     flags = {"reload_dataloaders_every_n_epochs": reload}
     fit(module, loader(33, 8), callbacks=[ours], epochs=9, root=tmp_path, **flags)
     assert sum(module.sizes) == ours.samples == 296
+
+
+def said(ours: AdaptiveBatchSize, samples: int, caplog, tmp_path) -> list[str]:
+    """Return what is said of small last batches in a run on so many samples, in batches of 4 at first."""
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit(Recorder(), loader(samples, 4), callbacks=[ours], epochs=3, root=tmp_path)
+    return [message for message in caplog.messages if "last batch" in message]
+
+
+def test_small_last_batch_is_named_once(caplog, tmp_path):
+    """A rest of 2 at a size of 20 is a noisy update right before validation: with a remedy, once in a run."""
+    (message,) = said(adapt(4, 20), 66, caplog, tmp_path)  # 4 + 3 · 20 + 2
+    assert "an epoch's last batch had 2 samples instead of 20" in message
+    assert "tail='carry'" in message
+
+
+@pytest.mark.parametrize(
+    ("ours", "samples"),
+    [
+        (lambda: adapt(4, 20), 67),  # a rest of 3 is more than a tenth
+        (lambda: adapt(4, 20, tail="carry"), 66),
+        (lambda: adapt(4, 20, tail="drop"), 66),
+        (lambda: AdaptiveBatchSize(Constant()), 66),
+        (lambda: AdaptiveBatchSize(Schedule({0: 40}), adapt="lr"), 66),
+    ],
+    ids=["larger", "carry", "drop", "Constant", "lr"],
+)
+def test_other_last_batches_are_not_worth_a_word(ours, samples, caplog, tmp_path):
+    """Tails that are not small, not trained, or of the user's own fixed size."""
+    assert said(ours(), samples, caplog, tmp_path) == []
