@@ -53,7 +53,7 @@ class Notices:
         if self._tail_is_due and trained * SMALL <= wanted != initial:
             self._tail_is_due = False
             rank_zero_info(
-                f"AdaptiveBatchSize: an epoch's last batch had {trained} samples instead of {wanted}. Its step is as long as "
-                "any other, along a noisier gradient, and validation comes right after it. Set tail='carry' to move such "
-                "samples into the next epoch, or tail='drop'."
+                f"AdaptiveBatchSize: an epoch's last batch had {trained} samples instead of {wanted}. Its step is as "
+                "long as any other, along a noisier gradient, and validation comes right after it. Set tail='carry' to "
+                "move such samples into the next epoch, or tail='drop'."
             )
