@@ -57,7 +57,7 @@ def arguments(given: Any = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     """Train, with a checkpoint after every epoch."""
     pl.seed_everything(0, workers=True)
-    adaptive = AdaptiveBatchSize(RadaDamp(), max_batch_size=args.max_batch_size)
+    adaptive = AdaptiveBatchSize(RadaDamp(), max_batch_size=args.max_batch_size, tail="carry")
     trainer = pl.Trainer(
         accelerator=args.accelerator,
         devices=args.devices,

@@ -47,7 +47,8 @@ class History(pl.Callback):
 def train(name: str, policy: Policy, args: argparse.Namespace) -> list[tuple[float, ...]]:
     """Train once with a policy and return the history, a row per epoch."""
     pl.seed_everything(args.seed, workers=True)
-    adaptive = AdaptiveBatchSize(policy, max_batch_size=args.max_batch_size)
+    # Full batches only: what is left at an epoch's end is another number each time that the size moves.
+    adaptive = AdaptiveBatchSize(policy, max_batch_size=args.max_batch_size, tail="carry")
     history = History(adaptive)
     trainer = pl.Trainer(
         max_epochs=args.epochs,

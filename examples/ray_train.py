@@ -31,7 +31,7 @@ from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 def train(config: dict[str, Any]) -> dict[str, float]:
     """Train in one of the workers and return what came of it: Ray calls this in each, and gives us the first one's."""
     pl.seed_everything(config["seed"], workers=True, verbose=False)
-    adaptive = AdaptiveBatchSize(RadaDamp(), max_batch_size=config["max_batch_size"])
+    adaptive = AdaptiveBatchSize(RadaDamp(), max_batch_size=config["max_batch_size"], tail="carry")
     trainer = pl.Trainer(
         accelerator="cpu",  # "gpu" together with ScalingConfig(use_gpu=True)
         strategy=RayDDPStrategy(),

@@ -74,8 +74,9 @@ def written(tmp_path, text: str) -> str:
 def test_yaml_of_the_readme_runs_as_printed(tmp_path):
     """C34: the YAML in the README trains, and the policy has the values given."""
     cli = run(tmp_path, written(tmp_path, PRINTED))
-    assert ours(cli).settings.policy == RadaDamp(rho=0.999, grad_norm_weight=0.001)
+    assert ours(cli).settings.policy == RadaDamp(grad_norm_weight=0.05, warmup=50)
     assert ours(cli).settings.max_batch_size == 1024
+    assert ours(cli).settings.tail == "carry"
     assert ours(cli).updates >= 7
 
 
@@ -83,7 +84,7 @@ def test_nested_value_on_the_command_line(tmp_path):
     """C34: one nested value is overridden, the others stay."""
     key = "--trainer.callbacks.init_args.policy.init_args.rho=0.5"
     cli = run(tmp_path, written(tmp_path, PRINTED), key, "--trainer.callbacks.init_args.dwell=2")
-    assert ours(cli).settings.policy == RadaDamp(rho=0.5, grad_norm_weight=0.001)
+    assert ours(cli).settings.policy == RadaDamp(rho=0.5, grad_norm_weight=0.05, warmup=50)
     assert ours(cli).settings.dwell == 2
 
 
@@ -105,8 +106,8 @@ def test_callback_is_appended(tmp_path):
 def test_wrong_nested_name_is_named(tmp_path, capsys):
     """C34: a wrong nested name gives an error that names the key."""
     with pytest.raises(SystemExit, match="2"):
-        run(tmp_path, written(tmp_path, PRINTED.replace("rho", "roh")))
-    assert "roh" in capsys.readouterr().err
+        run(tmp_path, written(tmp_path, PRINTED.replace("warmup", "wramup")))
+    assert "wramup" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
