@@ -3,79 +3,18 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from fashion_curves import COLUMNS
+from fashion_figure import draw
+from fashion_runs import Pairs, Run, by_method, in_order, one_per_seed, read
 
 LEVELS = (0.88, 0.89, 0.90, 0.905, 0.91)  # written as in the CSVs, so that 0.9050 is at 90.5 %
 LAST = 10  # epochs of which the paper's table takes the mean
-SMOOTH = 5  # epochs of the running mean in the figure
-NEAR = 0.6  # an epoch: the author counts each last batch as a whole one, and is at 200.53 after 200
-SERIES = ("epochs", "updates", "batch_size", "lr", "train_loss_avg", "test_loss", "test_accuracy")
-#: Name, x and y of each panel; the first three are the paper's.
-PANELS = (
-    ("test accuracy (%)", "updates", "test_accuracy"),
-    ("test accuracy (%)", "epochs", "test_accuracy"),
-    ("batch size", "updates", "batch_size"),
-    ("test loss", "updates", "test_loss"),
-    ("learning rate", "epochs", "lr"),
-    ("batch size", "epochs", "batch_size"),
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run, with a value per epoch in each series; NaN where the CSV has none."""
-
-    method: str
-    seed: int
-    label: str  # the seed; for a second run of it more, such as 1001b
-    epochs: tuple[float, ...]
-    updates: tuple[float, ...]
-    batch_size: tuple[float, ...]
-    lr: tuple[float, ...]
-    train_loss_avg: tuple[float, ...]
-    test_loss: tuple[float, ...]
-    test_accuracy: tuple[float, ...]
-
-    def upto(self, epochs: float) -> Run:
-        """Return the run as it was after so many epochs."""
-        keep = max(1, sum(epoch <= epochs + NEAR for epoch in self.epochs))
-        return replace(self, **{name: getattr(self, name)[:keep] for name in SERIES})
-
-
-Pairs = dict[tuple[str, int], Run]  # by method and seed
-
-
-def read(path: Path) -> list[Run]:
-    """Return the runs in a CSV. What was measured before training is left out.
-
-    Raises:
-        ValueError: If it is not a CSV of runs, or a number in it is none.
-    """
-    groups: dict[tuple[str, str, str], list[dict[str, str]]] = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if missing := [column for column in COLUMNS if column not in (reader.fieldnames or ())]:
-            raise ValueError(f"there is no column {', '.join(missing)}")
-        for row in reader:
-            if float(row["updates"] or 0) > 0:
-                groups.setdefault((row["method"], row["seed"], row["run"]), []).append(row)
-    if not groups:
-        raise ValueError("there is no epoch yet")
-    runs = []
-    for (method, seed, name), rows in groups.items():
-        tail = name.rpartition("/")[2]
-        series = {column: tuple(float(row[column] or "nan") for row in rows) for column in SERIES}
-        runs.append(Run(method, int(seed), tail if tail.startswith(seed) else seed, **series))
-    return in_order(runs)
+SETTLED = 20  # epochs from which on both loss and accuracy are mostly noise from one epoch to the next
 
 
 def read_folder(folder: Path, author: Path | None) -> tuple[list[Run], list[str]]:
@@ -90,30 +29,23 @@ def read_folder(folder: Path, author: Path | None) -> tuple[list[Run], list[str]
     return in_order(runs), skipped
 
 
-def in_order(runs: Iterable[Run]) -> list[Run]:
-    """Sort by method and seed."""
-    return sorted(runs, key=lambda run: (run.method, run.seed, run.label))
-
-
-def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Group runs that are in order."""
-    return {method: list(group) for method, group in groupby(runs, lambda run: run.method)}
-
-
-def one_per_seed(runs: Sequence[Run]) -> Pairs:
-    """Keep, of several runs of a method and seed, the first of those with the most test accuracies."""
-    kept: Pairs = {}
-    for run in sorted(runs, key=lambda run: -np.isfinite(run.test_accuracy).sum()):
-        kept.setdefault((run.method, run.seed), run)
-    return kept
-
-
 def end_accuracy(run: Run) -> float:
     """Return the mean test accuracy of the last ten epochs, of those that have one; NaN if none has."""
     start = run.epochs[-1] - LAST + 0.5  # half an epoch of room: some rows are a bit more than an epoch apart
     rows = zip(run.epochs, run.test_accuracy, strict=True)
     last = [accuracy for epoch, accuracy in rows if epoch > start and not math.isnan(accuracy)]
     return sum(last) / len(last) if last else math.nan
+
+
+def agreement(run: Run) -> float:
+    """Return the correlation of the changes of test loss and test accuracy from epoch to epoch, after the first 20.
+
+    Both are of the same weights on the same images: when one epoch is bad for one of them it is for the other, and the
+    number is near to -1. Near to 0, the two columns are not of one run. NaN for fewer than 20 changes.
+    """
+    loss, accuracy = (np.array(series)[np.array(run.epochs) > SETTLED] for series in (run.test_loss, run.test_accuracy))
+    changes = np.diff(np.array([loss, accuracy])[:, np.isfinite(loss + accuracy)])
+    return float(np.corrcoef(changes)[0, 1]) if changes.shape[1] >= 20 else math.nan
 
 
 def first_at(run: Run, level: float) -> tuple[float, float] | None:
@@ -155,6 +87,7 @@ def end_row(run: Run, full: int, author: Pairs) -> dict[str, str]:
         "batch size": cell("{:.0f}", run.batch_size[-1]),
         "LR": cell("{:.4g}", run.lr[-1]),
         "train loss": cell("{:.4f}", run.train_loss_avg[-1]),
+        "loss ~ accuracy": cell("{:.2f}", agreement(run)),
     }
     return {name: value for name, value in cells.items() if author or "author" not in name}
 
@@ -192,86 +125,16 @@ def text(runs: Sequence[Run], author: Sequence[Run], full: int) -> str:
     """Return all of the tables with what has to be known to read them."""
     kept = one_per_seed(author)
     more = " The differences of a cut one are to the author's run after as many epochs." if author else ""
-    parts = [f"Accuracy is the mean over the last {LAST} epochs that a run has.{more}", *both(runs, full, kept)]
+    told = (
+        f"Accuracy is the mean over the last {LAST} epochs that a run has.{more} Loss ~ accuracy is the correlation of "
+        "their changes on the test images from epoch to epoch: near to 0, they are not of one and the same run."
+    )
+    parts = [told, *both(runs, full, kept)]
     if author:
         parts += ["The author's runs:", *both(author, full, {})]
         fewer = [run for run in author if kept[run.method, run.seed] is not run]
         parts += [f"{run.method} {run.label} is not compared with: its seed has a fuller run." for run in fewer]
     return "\n\n".join(parts) + "\n"
-
-
-def running_mean(epochs: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return at each row the mean of the rows at most half of the window away, fewer at both ends."""
-    near = np.abs(epochs[:, None] - epochs) <= SMOOTH / 2
-    return (near * values).sum(1) / near.sum(1)
-
-
-def on_grid(runs: Sequence[Run], x: str, y: str, *, smooth: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return a grid that ends with the shortest run, and a row of values on it per run."""
-    tables = [np.array([getattr(run, name) for name in (x, y, "epochs")]) for run in runs]
-    known = [table[:, ~np.isnan(table[1])] for table in tables if not np.isnan(table[1]).all()]
-    curves = [(across, running_mean(epochs, values) if smooth else values) for across, values, epochs in known]
-    if not curves:
-        return np.empty(0), np.empty((1, 0))
-    start, stop = max(across[0] for across, _ in curves), min(across[-1] for across, _ in curves)
-    longest = max(curves, key=lambda curve: len(curve[0]))[0]
-    grid = longest if len(curves) == 1 else np.linspace(start, max(start, stop), len(longest))
-    return grid, np.array([np.interp(grid, across, values) for across, values in curves])
-
-
-def draw(runs: Sequence[Run], author: Sequence[Run], path: Path) -> None:
-    """Draw the mean over seeds and the band from the least to the most; the author's runs behind, dashed."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 a training run needs no matplotlib
-    from matplotlib.lines import Line2D  # noqa: PLC0415
-
-    behind = in_order(one_per_seed(author).values())  # of our seeds, where it has them: the paper's figure is of two
-    behind = [run for run in behind if run.seed in {own.seed for own in runs}] or behind
-    drawn = [*behind, *runs]
-    colour = {name: f"C{index}" for index, name in enumerate(sorted({run.method for run in drawn}))}
-    dashed: dict[str, Any] = {"ls": (0, (4, 2)), "lw": 1.2, "alpha": 0.5}
-    figure = Figure(figsize=(15, 8.6), layout="constrained")
-    for axis, letter, (title, x, y) in zip(figure.subplots(2, 3).flat, "abcdef", PANELS, strict=True):
-        noisy, scale = y.startswith("test"), 100 if y == "test_accuracy" else 1
-        for name, group in by_method(behind).items():
-            grid, values = on_grid(group, x, y, smooth=noisy)
-            axis.plot(grid, scale * values.mean(0), color=colour[name], zorder=2, **dashed)
-        for name, group in by_method(runs).items():
-            grid, values = on_grid(group, x, y, smooth=noisy)
-            axis.plot(grid, scale * values.mean(0), color=colour[name], lw=1.6, zorder=4)
-            low, high = scale * values.min(0), scale * values.max(0)
-            axis.fill_between(grid, low, high, color=colour[name], alpha=0.2, lw=0, zorder=3)
-            if noisy:
-                grid, values = on_grid(group, x, y)
-                axis.plot(grid, scale * values.mean(0), color=colour[name], lw=0.7, alpha=0.25, zorder=3)
-        axis.set(xlabel=x, ylabel=title, title=f"({letter}) {title} against {x}")
-        axis.grid(alpha=0.3)
-        axis.locator_params("x", nbins=6)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        limit(axis, x, y, drawn)
-        if behind and (x, y) == ("updates", "batch_size"):
-            for slope, start in ((0.5, 8), (0.3, 7)):  # r and g of the paper's caption, until 2^r and 2^g are 1,024
-                until = np.array([8 - start, 10 - start]) / slope
-                axis.plot(1000 * until, 2 ** (slope * until + start), color="0.3", ls=":", lw=1.3, zorder=5)
-    lines = [Line2D([], [], color=shade, lw=2, label=name) for name, shade in colour.items()]
-    if behind:
-        lines.append(Line2D([], [], color="0.2", label="the author's runs", **dashed))
-        lines.append(Line2D([], [], color="0.3", ls=":", lw=1.3, label="$2^r$ and $2^g$ of the paper"))
-    figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 6), frameon=False)
-    figure.savefig(path, dpi=110)
-
-
-def limit(axis: Any, x: str, y: str, runs: Sequence[Run]) -> None:
-    """Leave out what is far from all the rest, and show sizes and rates in powers."""
-    if y in {"batch_size", "lr"}:
-        axis.set_yscale("log", base=2 if y == "batch_size" else 10)
-        axis.yaxis.set_major_formatter("{x:g}")
-        if (x, y) == ("updates", "batch_size"):  # the constant ones go on and on
-            axis.set_xlim(0, 1.03 * max((run.batch_size[-1], run.updates[-1]) for run in runs)[1])
-    else:
-        known = [value for run in runs for value in getattr(run, y) if not math.isnan(value)]
-        low, high = np.quantile(known or [0, 1], (0.04, 1) if y == "test_accuracy" else (0, 0.96))
-        scale, room = 100 if y == "test_accuracy" else 1, 0.04 * (high - low) + 1e-6
-        axis.set_ylim(scale * (low - room), scale * (high + room))
 
 
 def report(folder: Path, author: Path | None, full: int | None = None) -> None:

@@ -24,6 +24,12 @@ def fashion(monkeypatch):
     return importlib.import_module("fashion_report")
 
 
+@pytest.fixture
+def figure(fashion):
+    """What draws, beside it."""
+    return importlib.import_module("fashion_figure")
+
+
 def rows(method, seed, accuracies, *, name=None, per_epoch=10, step=1.0):
     """Return a row per accuracy, of epochs with so many updates; the last values tell one epoch from the other."""
     return [
@@ -96,6 +102,7 @@ def test_table_of_two_seeds(fashion, tmp_path, capsys):
         "batch size": "268 / 268",
         "LR": "0.0004167 / 0.0004167",
         "train loss": "0.0833 / 0.0833",
+        "loss ~ accuracy": "- / -",  # too few epochs
     }
     assert ends["B"]["accuracy (%)"] == "50.00"
     assert (tmp_path / "table.md").read_text(encoding="utf-8") in capsys.readouterr().out
@@ -206,6 +213,23 @@ def test_other_files_are_skipped_by_name(fashion, tmp_path, capsys):
         assert f"Skipped {line}" in out
 
 
+def test_columns_that_are_not_of_one_run_are_told(fashion, tmp_path):
+    """Loss and accuracy of one run rise and fall together, also when both drift; those of two runs do not."""
+    draw = np.random.default_rng(0)
+    noise, other = draw.normal(size=(2, 60))
+    run = rows("A", 1, [0.8 + 0.001 * epoch + 0.01 * one for epoch, one in enumerate(noise)])
+    mixed = rows("B", 1, [row["test_accuracy"] for row in run])
+    for epoch, (row, mixed_row) in enumerate(zip(run, mixed, strict=True)):
+        row["test_loss"] = 0.5 - 0.002 * epoch - 0.02 * noise[epoch]
+        mixed_row["test_loss"] = 0.5 - 0.002 * epoch - 0.02 * other[epoch]
+    run[3]["test_loss"] = 9.0  # the first epochs say nothing
+    run[40]["test_accuracy"] = ""
+    write(tmp_path / "a.csv", run, mixed)
+    ends, _ = report(fashion, tmp_path)
+    assert ends["A"]["loss ~ accuracy"] == "-1.00"
+    assert abs(float(ends["B"]["loss ~ accuracy"])) < 0.3
+
+
 def test_no_runs(fashion, tmp_path):
     """A folder without runs, and an author's file that is none, are refused by name and with what to do."""
     (tmp_path / "other.csv").write_text("method,seed\nC,1\n")
@@ -217,13 +241,13 @@ def test_no_runs(fashion, tmp_path):
             fashion.report(tmp_path, tmp_path / name)
 
 
-def test_running_mean(fashion):
+def test_running_mean(figure):
     """Over five epochs, fewer at both ends."""
-    mean = fashion.running_mean(np.arange(1.0, 8), np.array([0, 0, 5, 0, 10, 0, 3.0]))
+    mean = figure.running_mean(np.arange(1.0, 8), np.array([0, 0, 5, 0, 10, 0, 3.0]))
     assert mean == pytest.approx([5 / 3, 5 / 4, 3, 3, 18 / 5, 13 / 4, 13 / 3])
 
 
-def test_curves_end_with_the_shortest_run(fashion, tmp_path):
+def test_curves_end_with_the_shortest_run(fashion, figure, tmp_path):
     """Curves of several seeds are on one grid; one alone stays as it is, without epochs that have no value."""
     path = write(
         tmp_path / "a.csv",
@@ -231,14 +255,14 @@ def test_curves_end_with_the_shortest_run(fashion, tmp_path):
         rows("A", 2, [0.1, 0.2, 0.3], per_epoch=15),
     )
     first, second = fashion.read(path)
-    grid, values = fashion.on_grid([first], "updates", "test_accuracy")
+    grid, values = figure.on_grid([first], "updates", "test_accuracy")
     assert grid.tolist() == [10, 30, 40, 50]
     assert values.tolist() == [[0.1, 0.3, 0.4, 0.5]]
-    grid, values = fashion.on_grid([first, second], "updates", "test_accuracy")
+    grid, values = figure.on_grid([first, second], "updates", "test_accuracy")
     assert (grid[0], grid[-1]) == (15, 45)
     assert values[:, 0] == pytest.approx([0.15, 0.1])
     assert values[:, -1] == pytest.approx([0.45, 0.3])
-    grid, values = fashion.on_grid([first], "epochs", "test_accuracy", smooth=True)
+    grid, values = figure.on_grid([first], "epochs", "test_accuracy", smooth=True)
     assert values[0] == pytest.approx([0.2, 1.3 / 4, 0.4, 0.4])  # of epochs 1 and 3; 1, 3, 4 and 5; 3 to 5, twice
     assert not math.isnan(values.sum())
 
