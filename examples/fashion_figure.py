@@ -17,7 +17,7 @@ PANELS = (
     ("test accuracy (%)", "updates", "test_accuracy"),
     ("test accuracy (%)", "epochs", "test_accuracy"),
     ("batch size", "updates", "batch_size"),
-    ("test loss", "updates", "test_loss"),
+    ("test loss", "lr_sum", "test_loss"),
     ("learning rate", "epochs", "lr"),
     ("batch size", "epochs", "batch_size"),
 )
@@ -55,10 +55,12 @@ def draw(runs: Sequence[Run], author: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(15, 8.6), layout="constrained")
     for axis, letter, (title, x, y) in zip(figure.subplots(2, 3).flat, "abcdef", PANELS, strict=True):
         noisy, scale = y.startswith("test"), 100 if y == "test_accuracy" else 1
-        for name, group in by_method(behind).items():
+        # Adagrad's rates are of another kind: it divides them.
+        without = {"Adagrad"} if x == "lr_sum" else set()
+        for name, group in by_method([run for run in behind if run.method not in without]).items():
             grid, values = on_grid(group, x, y, smooth=noisy)
             axis.plot(grid, scale * values.mean(0), color=colour[name], zorder=2, **dashed)
-        for name, group in by_method(runs).items():
+        for name, group in by_method([run for run in runs if run.method not in without]).items():
             grid, values = on_grid(group, x, y, smooth=noisy)
             axis.plot(grid, scale * values.mean(0), color=colour[name], lw=1.6, zorder=4)
             low, high = scale * values.min(0), scale * values.max(0)
@@ -66,7 +68,8 @@ def draw(runs: Sequence[Run], author: Sequence[Run], path: Path) -> None:
             if noisy:
                 grid, values = on_grid(group, x, y)
                 axis.plot(grid, scale * values.mean(0), color=colour[name], lw=0.7, alpha=0.25, zorder=3)
-        axis.set(xlabel=x, ylabel=title, title=f"({letter}) {title} against {x}")
+        across = {"lr_sum": "sum of the learning rates"}.get(x, x)
+        axis.set(xlabel=across, ylabel=title, title=f"({letter}) {title} against {across}")
         axis.grid(alpha=0.3)
         axis.locator_params("x", nbins=6)
         axis.xaxis.set_major_formatter("{x:,.0f}")

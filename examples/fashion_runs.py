@@ -31,6 +31,12 @@ class Run:
     test_loss: tuple[float, ...]
     test_accuracy: tuple[float, ...]
 
+    @property
+    def lr_sum(self) -> tuple[float, ...]:
+        """The learning rates of all updates so far, added up: how far the weights could have come."""
+        lengths = np.diff(np.array([0.0, *self.updates]))
+        return tuple(np.cumsum(lengths * np.array(self.lr)))
+
     def upto(self, epochs: float) -> Run:
         """Return the run as it was after so many epochs."""
         keep = max(1, sum(epoch <= epochs + NEAR for epoch in self.epochs))

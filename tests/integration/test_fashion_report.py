@@ -241,6 +241,12 @@ def test_no_runs(fashion, tmp_path):
             fashion.report(tmp_path, tmp_path / name)
 
 
+def test_sum_of_learning_rates(fashion, tmp_path):
+    """Each epoch's updates times the rate at its end, added up."""
+    (run,) = fashion.read(write(tmp_path / "a.csv", rows("A", 1, [0.1, 0.2, 0.3], per_epoch=10)))
+    assert run.lr_sum == pytest.approx([10 * 0.005, 10 * 0.0075, 10 * (0.0075 + 0.005 / 3)], rel=1e-6)
+
+
 def test_running_mean(figure):
     """Over five epochs, fewer at both ends."""
     mean = figure.running_mean(np.arange(1.0, 8), np.array([0, 0, 5, 0, 10, 0, 3.0]))
