@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from fashion_runs import Run, by_method, in_order, one_per_seed
 
+ADAPTIVE_RATES = frozenset({"Adagrad"})  # methods whose learning rates are of another kind
 SMOOTH = 5  # epochs of the running mean in the figure
 #: Name, x and y of each panel; the first three are the paper's.
 PANELS = (
@@ -55,8 +56,7 @@ def draw(runs: Sequence[Run], author: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(15, 8.6), layout="constrained")
     for axis, letter, (title, x, y) in zip(figure.subplots(2, 3).flat, "abcdef", PANELS, strict=True):
         noisy, scale = y.startswith("test"), 100 if y == "test_accuracy" else 1
-        # Adagrad's rates are of another kind: it divides them.
-        without = {"Adagrad"} if x == "lr_sum" else set()
+        without = ADAPTIVE_RATES if x == "lr_sum" else set()
         for name, group in by_method([run for run in behind if run.method not in without]).items():
             grid, values = on_grid(group, x, y, smooth=noisy)
             axis.plot(grid, scale * values.mean(0), color=colour[name], zorder=2, **dashed)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 from fashion_curves import COLUMNS
-from fashion_figure import draw
+from fashion_figure import ADAPTIVE_RATES, draw, on_grid
 from fashion_runs import Pairs, Run, by_method, in_order, one_per_seed, read
 
 LEVELS = (0.88, 0.89, 0.90, 0.905, 0.91)  # written as in the CSVs, so that 0.9050 is at 90.5 %
 LAST = 10  # epochs of which the paper's table takes the mean
+SUMS = (20, 30, 40, 50, 60)  # of learning rates
 SETTLED = 20  # epochs from which on both loss and accuracy are mostly noise from one epoch to the next
 
 
@@ -55,8 +56,8 @@ def first_at(run: Run, level: float) -> tuple[float, float] | None:
 
 
 def whole(epochs: float) -> int:
-    """Return how many epochs are done; they come rounded."""
-    return math.floor(epochs + 1e-3)
+    """Return how many epochs are done: they come rounded, and samples may be carried over the end of the last one."""
+    return math.floor(epochs + 0.05)
 
 
 def differences(run: Run, author: Run | None) -> tuple[float, float]:
@@ -102,6 +103,13 @@ def level_row(run: Run, author: Pairs) -> dict[str, str]:
     return cells
 
 
+def progress_row(run: Run) -> dict[str, str]:
+    """Return the cells of the third table: the test loss, a mean over five epochs, at sums of learning rates."""
+    sums, (losses,) = on_grid([run], "lr_sum", "test_loss", smooth=True)
+    there = [float(np.interp(total, sums, losses)) if total <= run.lr_sum[-1] else math.nan for total in SUMS]
+    return {"seeds": run.label} | {str(total): cell("{:.4f}", loss) for total, loss in zip(SUMS, there, strict=True)}
+
+
 def markdown(runs: Sequence[Run], row: Callable[[Run], dict[str, str]]) -> str:
     """Return a table with a row per method and a value per seed in a cell, aligned so that it can be read as it is."""
     rows = [["method", *row(runs[0])]]
@@ -114,11 +122,14 @@ def markdown(runs: Sequence[Run], row: Callable[[Run], dict[str, str]]) -> str:
 
 
 def both(runs: Sequence[Run], full: int, author: Pairs) -> list[str]:
-    """Return the two tables, compared with the author's runs if there are any."""
+    """Return the three tables, compared with the author's runs if there are any."""
     more = "; updates against the author's" if author else ""
     told = f"Updates (epochs{more}) at which the test accuracy is first at"
     ends = markdown(runs, lambda run: end_row(run, full, author))
-    return [ends, told, markdown(runs, lambda run: level_row(run, author))]
+    parts = [ends, told, markdown(runs, lambda run: level_row(run, author))]
+    if plain := [run for run in runs if run.method not in ADAPTIVE_RATES]:
+        parts += ["Test loss when the learning rates of all updates so far add up to", markdown(plain, progress_row)]
+    return parts
 
 
 def text(runs: Sequence[Run], author: Sequence[Run], full: int) -> str:

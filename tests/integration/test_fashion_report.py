@@ -91,7 +91,7 @@ def test_table_of_two_seeds(fashion, tmp_path, capsys):
     write(tmp_path / "b.csv", rows("A", 1001, [0.9] * 12, per_epoch=7))
     write(tmp_path / "c.csv", rows("A", 1000, TWELVE, per_epoch=1000))
     write(tmp_path / "a.csv", rows("B", 1000, [0.5] * 12))
-    ends, levels = report(fashion, tmp_path)
+    ends, levels, _ = report(fashion, tmp_path)
     assert list(ends) == list(levels) == ["A", "B"]
     assert ends["A"] == {
         "method": "A",
@@ -111,7 +111,7 @@ def test_table_of_two_seeds(fashion, tmp_path, capsys):
 def test_first_epochs_at_a_level(fashion, tmp_path):
     """A level counts from the first epoch at it, even if the accuracy falls again; '-' where it never is."""
     write(tmp_path / "a.csv", rows("A", 1, [0.8799, "0.8800", 0.86, "0.9050", 0.87], per_epoch=1000))
-    _, levels = report(fashion, tmp_path)
+    _, levels, _ = report(fashion, tmp_path)
     assert levels["A"] == {
         "method": "A",
         "seeds": "1",
@@ -130,7 +130,7 @@ def test_cut_runs(fashion, tmp_path):
     assert report(fashion, tmp_path)[0]["A"]["epochs"] == "5 / cut: 3 of 5"
     assert report(fashion, tmp_path, full=4)[0]["A"]["epochs"] == "5 / cut: 3 of 4"
     author = write(tmp_path / "other.txt", rows("B", 1, [0.5] * 8, step=1.01))  # 8.08 are 8 epochs
-    ends, _, theirs, _ = report(fashion, tmp_path, author)
+    ends, _, _, theirs, *_ = report(fashion, tmp_path, author)
     assert ends["A"]["epochs"] == "cut: 5 of 8 / cut: 3 of 8"
     assert theirs["B"]["epochs"] == "8"
 
@@ -142,7 +142,7 @@ def test_missing_cells(fashion, tmp_path):
     run = rows("A", 1, accuracies)
     write(tmp_path / "a.csv", [{**row, "train_loss_avg": ""} for row in run])
     write(tmp_path / "b.csv", rows("B", 1, [""] * 3))
-    ends, levels = report(fashion, tmp_path)
+    ends, levels, _ = report(fashion, tmp_path)
     assert ends["A"]["accuracy (%)"] == "89.00"  # four of 0.90, four of 0.88
     assert ends["A"]["train loss"] == ends["B"]["accuracy (%)"] == "-"
     assert levels["B"]["88 %"] == "-"
@@ -154,7 +154,7 @@ def test_row_before_training_is_left_out(fashion, tmp_path):
     path = write(tmp_path / "a.csv", [start("A", 1), *rows("A", 1, [0.5, 0.6])])
     (run,) = fashion.read(path)
     assert run.updates == (10, 20)
-    ends, levels = report(fashion, tmp_path)
+    ends, levels, _ = report(fashion, tmp_path)
     assert ends["A"]["accuracy (%)"] == "55.00"
     assert levels["A"]["88 %"] == "-"
 
@@ -164,7 +164,7 @@ def test_second_run_of_a_seed(fashion, tmp_path):
     short, whole = rows("A", 1001, [0.5, 0.5, ""]), rows("A", 1001, [0.6, 0.6, 0.6], name="A/1001b")
     author = write(tmp_path / "author.txt", [row for pair in zip(short, whole, strict=True) for row in pair])
     write(tmp_path / "a.csv", rows("A", 1001, [0.7] * 3, name="of no such form"))
-    ends, _, theirs, _ = report(fashion, tmp_path, author)
+    ends, _, _, theirs, *_ = report(fashion, tmp_path, author)
     assert theirs["A"]["seeds"] == "1001 / 1001b"
     assert theirs["A"]["accuracy (%)"] == "50.00 / 60.00"
     assert ends["A"]["seeds"] == "1001"
@@ -225,7 +225,7 @@ def test_columns_that_are_not_of_one_run_are_told(fashion, tmp_path):
     run[3]["test_loss"] = 9.0  # the first epochs say nothing
     run[40]["test_accuracy"] = ""
     write(tmp_path / "a.csv", run, mixed)
-    ends, _ = report(fashion, tmp_path)
+    ends, _, _ = report(fashion, tmp_path)
     assert ends["A"]["loss ~ accuracy"] == "-1.00"
     assert abs(float(ends["B"]["loss ~ accuracy"])) < 0.3
 
@@ -245,6 +245,28 @@ def test_sum_of_learning_rates(fashion, tmp_path):
     """Each epoch's updates times the rate at its end, added up."""
     (run,) = fashion.read(write(tmp_path / "a.csv", rows("A", 1, [0.1, 0.2, 0.3], per_epoch=10)))
     assert run.lr_sum == pytest.approx([10 * 0.005, 10 * 0.0075, 10 * (0.0075 + 0.005 / 3)], rel=1e-6)
+
+
+def test_loss_at_a_sum_of_learning_rates(fashion, tmp_path):
+    """Interpolated between epochs, of the mean over five; '-' beyond the end; Adagrad's rates are not comparable."""
+    run = rows("A", 1, [0.5] * 7, per_epoch=1000)
+    for epoch, row in enumerate(run, 1):
+        row.update(lr="0.005", test_loss=[1, 1, 1, 0.5, 0.5, 0.5, 0.5][epoch - 1])  # 5 an epoch
+    write(tmp_path / "a.csv", run, rows("Adagrad", 1, [0.5] * 7, per_epoch=1000))
+    tables = report(fashion, tmp_path)
+    assert list(tables[2]) == ["A"]
+    # Means of epochs 2 to 6 at 20, of 4 to 7 at 30, of 5 to 7 at 35, which is the end.
+    assert tables[2]["A"] == {"method": "A", "seeds": "1", "20": "0.7000", "30": "0.5000", "40": "-"} | dict.fromkeys(
+        ("50", "60"), "-"
+    )
+
+
+def test_almost_complete_epochs_are_complete(fashion, tmp_path):
+    """Samples that are carried into an epoch that never comes do not make a run a cut one; half an epoch does."""
+    write(tmp_path / "a.csv", rows("A", 1, TWELVE, step=0.9985))
+    write(tmp_path / "b.csv", rows("B", 1, TWELVE, step=0.96))
+    ends, _, _ = report(fashion, tmp_path, full=12)
+    assert (ends["A"]["epochs"], ends["B"]["epochs"]) == ("12", "cut: 11 of 12")
 
 
 def test_running_mean(figure):
