@@ -58,6 +58,8 @@ class FashionData(pl.LightningDataModule):
         limit: Use only so many training images; None for all.
     """
 
+    images = FashionImages
+
     def __init__(
         self,
         batch_size: int = 64,
@@ -83,8 +85,8 @@ class FashionData(pl.LightningDataModule):
         del stage
         arrays = self.arrays()
         images, labels = arrays["train_images"][: self.limit], arrays["train_labels"][: self.limit]
-        self.train_set = FashionImages(images, labels, flip=True)
-        self.test_set = FashionImages(arrays["test_images"], arrays["test_labels"], flip=False)
+        self.train_set = self.images(images, labels, flip=True)
+        self.test_set = self.images(arrays["test_images"], arrays["test_labels"], flip=False)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Return an ordinary loader: the callback needs nothing else."""

@@ -99,7 +99,9 @@ class Curve(pl.Callback):
             "batch_size": now.batch_size,
             "lr": f"{trainer.optimizers[0].param_groups[0]['lr']:.7g}",
             "train_loss_avg": f"{self._record.values.get('adabatch/loss', self._loss):.6g}",
-            "grad_norm_sq_avg": f"{norm:.6g}" if (norm := self._record.values.get("adabatch/grad_norm_sq")) else "",
+            "grad_norm_sq_avg": ""
+            if (norm := self._record.values.get("adabatch/grad_norm_sq")) is None
+            else f"{norm:.6g}",
             "test_loss": f"{float(tested['test_loss']):.6g}",
             "test_accuracy": f"{float(tested['test_accuracy']):.4f}",
         }

@@ -3,7 +3,7 @@
 
 python examples/fashion_mnist.py --method RadaDamp --seed 1000 --data DIR      # DIR has the four original files
 python examples/fashion_mnist.py --method RadaDamp --seed 1000 --data DIR --resume   # goes on where it was cut
-python examples/fashion_mnist.py --report examples/results --author fashion_mnist_runs.csv
+python examples/fashion_mnist.py --report examples/results/fashion_mnist --author fashion_mnist_runs.csv
 
 A run writes a checkpoint and a CSV row after every epoch. Without ``--data`` it trains on the 6,000 images that come
 with the examples.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from fashion import FashionData, FashionImages, PaperNet
 from fashion_curves import Curve, LastRecord
 from fashion_report import report
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -89,10 +91,7 @@ def as_it_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 class WholeData(FashionData):
     """The same data in whole batches, which two CPU cores need."""
 
-    def setup(self, stage: str) -> None:
-        """Read the images."""
-        super().setup(stage)
-        self.train_set.__class__ = self.test_set.__class__ = WholeBatches
+    images = WholeBatches
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Return an ordinary loader, of whole batches."""
@@ -101,6 +100,16 @@ class WholeData(FashionData):
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Return the test images."""
         return DataLoader(self.test_set, batch_size=500, collate_fn=as_it_is)
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Checkpoints that appear at once, on any file system: a run may be cut while one is written."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write beside the last one, and put it in its place in one step."""
+        part = f"{path}.part"
+        super().save_checkpoint(checkpoint, part, storage_options)
+        os.replace(part, path)  # noqa: PTH105
 
 
 class Net(PaperNet):
@@ -124,54 +133,96 @@ class Net(PaperNet):
         return super().configure_optimizers() if self.optimizer is None else self.optimizer(self.parameters())
 
 
+def callback(args: argparse.Namespace) -> AdaptiveBatchSize:
+    """Return a method's callback."""
+    method, moves = METHODS[args.method], METHODS[args.method].adapt == "batch_size"
+    policy = method.policy
+    if method.cooldown:
+        policy = Cooldown(policy, start=args.epochs - cooldown_of(args), end=args.epochs)
+    return AdaptiveBatchSize(
+        policy,
+        max_batch_size=args.max_batch_size if moves else None,
+        min_batch_size=args.batch_size if method.floor else 1,
+        adapt=method.adapt,
+        lr_scaling=method.lr_scaling,
+        # The author's batches seem to have been full. A last batch of the few samples that are left, another number
+        # each time that the size moves, is a full step along a noisy gradient: 33 % were seen after such a one.
+        tail=args.tail if moves else None,
+    )
+
+
+def cooldown_of(args: argparse.Namespace) -> float:
+    """Return the length of the cooldown in epochs; 0 for a method without one."""
+    return args.cooldown * args.epochs if METHODS[args.method].cooldown else 0.0
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return what a run that goes on must have in common with the one that was cut."""
+    names = ("data", "limit", "batch_size", "max_batch_size", "tail", "precision")
+    return {name: str(getattr(args, name)) for name in names} | {"cooldown": f"{cooldown_of(args):g} to {args.epochs}"}
+
+
+def check(args: argparse.Namespace, last: Path, path: Path) -> None:
+    """Refuse to overwrite a run, and to go on with one of other settings.
+
+    Raises:
+        SystemExit: With what was found and what to do.
+    """
+    if not last.exists():
+        # One row and no checkpoint: it was cut between the two.
+        if path.exists() and len(path.read_text().splitlines()) > 2:
+            raise SystemExit(f"{path} is of a run without a checkpoint, {last}. Give another --out.")
+        return
+    if not args.resume:
+        raise SystemExit(f"{last.parent} has a run already. Go on with it by --resume, or give another --out.")
+    checkpoint = torch.load(last, weights_only=True)
+    was, now = dict(checkpoint["callbacks"][Curve.__qualname__]["settings"]), settings_of(args)
+    length, _, until = was.pop("cooldown", "0 to 0").partition(" to ")
+    # A run of more epochs, or one with a cooldown, may branch off from another before any cooldown has begun.
+    starts = [
+        float(end) - float(cool) for cool, end in ((length, until), (cooldown_of(args), args.epochs)) if float(cool)
+    ]
+    same = f"{length} to {until}" == now.pop("cooldown")
+    if was != now:
+        raise SystemExit(f"{last} is of a run with {was}, and this one has {now}. Give the same ones.")
+    done = checkpoint["epoch"] + 1
+    if not same and starts and done > min(starts):
+        raise SystemExit(
+            f"{last} is of a run with a cooldown of {length} epochs until {until}, after {done} epochs; this one has "
+            f"one of {cooldown_of(args):g} until {args.epochs}. Give the same --epochs and --cooldown, or a checkpoint "
+            "of before the cooldown."
+        )
+
+
 def train(args: argparse.Namespace) -> Path:
     """Make one run, or go on with it, and return the path of its CSV.
 
     Raises:
         SystemExit: If there is a run already and it is not to be gone on with, or is one of other settings.
     """
-    method = METHODS[args.method]
     name = f"{args.method}-{args.seed}".replace(" ", "_").replace(",", "")
-    folder = args.out / name
-    last = folder / "last.ckpt"
-    if last.exists() and not args.resume:
-        raise SystemExit(f"{folder} has a run already. Go on with it by --resume, or give another --out.")
-    asked = ("epochs", "data", "limit", "batch_size", "max_batch_size", "tail", "precision")
-    settings = {key: str(getattr(args, key)) for key in asked[1:]}
-    if last.exists():
-        was = torch.load(last, weights_only=True)["callbacks"][Curve.__qualname__]["settings"]
-        if was != settings:
-            raise SystemExit(f"{last} is of a run with {was}, and this one has {settings}. Give the same ones.")
+    last, path = args.out / name / "last.ckpt", args.out / f"{name}.csv"
+    check(args, last, path)
     pl.seed_everything(args.seed, verbose=False)
-    policy = method.policy
-    if method.cooldown:
-        policy = Cooldown(policy, start=(1 - args.cooldown) * args.epochs, end=args.epochs)
-    adaptive = AdaptiveBatchSize(
-        policy,
-        max_batch_size=args.max_batch_size if method.adapt == "batch_size" else None,
-        min_batch_size=args.batch_size if method.floor else 1,
-        adapt=method.adapt,
-        lr_scaling=method.lr_scaling,
-        # The author's batches were all full. A last batch of the few samples that are left, another number each time
-        # that the size moves, is a full step along a noisy gradient: accuracies of 33 % were seen after such a one.
-        tail=args.tail if method.adapt == "batch_size" else None,
-    )
-    record = LastRecord()
-    curve = Curve(args.out / f"{name}.csv", args.method, args.seed, adaptive, record, settings)
+    adaptive, record = callback(args), LastRecord()
+    curve = Curve(path, args.method, args.seed, adaptive, record, settings_of(args))
+    saved = ModelCheckpoint(last.parent, last.stem, save_top_k=1, enable_version_counter=False)
     trainer = pl.Trainer(
         accelerator=args.accelerator,
         devices=1,
         max_epochs=args.epochs,
         precision=args.precision,
         logger=record,
-        callbacks=[adaptive, curve, ModelCheckpoint(folder, "last", save_top_k=1, enable_version_counter=False)],
+        callbacks=[adaptive, curve, saved],
+        plugins=[WholeCheckpoints()],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     data = WholeData(args.batch_size, data=args.data, limit=args.limit)
-    trainer.fit(Net(method.optimizer), datamodule=data, ckpt_path=last if last.exists() else None)
-    return curve.path
+    trainer.fit(Net(METHODS[args.method].optimizer), datamodule=data, ckpt_path=last if last.exists() else None)
+    curve.write()  # also where nothing was left to train
+    return path
 
 
 def arguments(given: Any = None) -> argparse.Namespace:
@@ -193,7 +244,12 @@ def arguments(given: Any = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("fashion_mnist"), help="where CSV and checkpoint go")
     parser.add_argument("--report", type=Path, metavar="DIR", help="gather the CSVs of a folder instead of training")
     parser.add_argument("--author", type=Path, metavar="CSV", help="with --report: runs to draw behind")
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if not 0 < args.cooldown <= 1:
+        parser.error(f"--cooldown {args.cooldown} must be a share of the epochs, in (0, 1].")
+    if args.data is not None:
+        args.data = str(Path(args.data).resolve())
+    return args
 
 
 def main(args: argparse.Namespace) -> None:

@@ -96,6 +96,12 @@ class TrainData:
         found = self._slot.train_loaders()
         return [one.loader if isinstance(one, ElasticLoader) else one for one in found]
 
+    @property
+    def keeps_tails(self) -> bool:
+        """Whether small last batches are trained, though nobody asked for it and they could be carried."""
+        loaders = self._slot.loaders
+        return self._settings.tail is None and [(one.tail, one.kind.can_carry) for one in loaders] == [("keep", True)]
+
     def to_evaluate(self) -> tuple[Any, int, int | None]:
         """Return the user's loader, the samples to evaluate at once, and, over all ranks, those that are overfitted.
 

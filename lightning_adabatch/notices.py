@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_adabatch.policies import Constant, Policy
-from lightning_adabatch.settings import Settings
+from lightning_adabatch.policies import Policy
 
 SMALL = 10  # times smaller than the size in force
 
@@ -15,14 +14,17 @@ class Notices:
     """Tells the user what is allowed and seldom meant.
 
     Args:
-        settings: The callback's arguments.
+        policy: The rule.
+
+    Attributes:
+        tail_is_due: Whether a small last batch is worth a word: nobody said what should become of it, and it could be
+            carried.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._policy: Policy = settings.policy
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._loss_is_due = True
-        # Last batches of a loader whose size nobody changes are the user's own choice.
-        self._tail_is_due = settings.adapt == "batch_size" and not isinstance(settings.policy, Constant)
+        self.tail_is_due = False
 
     def no_loss(self, *, manual: bool) -> None:
         """Say that the policy follows a loss, and how it is to be shown.
@@ -43,15 +45,16 @@ class Notices:
     def small_tail(self, trained: int, wanted: int, initial: int) -> None:
         """Say that an epoch's last batch is much smaller than the others.
 
-        With sizes that move, what is left at an epoch's end is another number each time.
+        With sizes that move, what is left at an epoch's end is another number each time; at B0 it is the user's own
+        choice.
 
         Args:
             trained: Samples of an update.
             wanted: Samples that were asked for.
             initial: B0.
         """
-        if self._tail_is_due and trained * SMALL <= wanted != initial:
-            self._tail_is_due = False
+        if self.tail_is_due and trained * SMALL <= wanted != initial:
+            self.tail_is_due = False
             rank_zero_info(
                 f"AdaptiveBatchSize: an epoch's last batch had {trained} samples instead of {wanted}. Its step is as "
                 "long as any other, along a noisier gradient, and validation comes right after it. Set tail='carry' to "

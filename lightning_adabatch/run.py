@@ -57,7 +57,7 @@ class Run:
         self._settings = settings
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._rates = Rates(trainer, settings)
-        self._notices = Notices(settings)
+        self._notices = Notices(settings.policy)
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         fraction = getattr(settings.policy, "fraction", 1.0)
@@ -112,6 +112,7 @@ class Run:
         else:
             self._go_on(self.controller, restored)
         self._logbook.begin()
+        self._notices.tail_is_due = self._data.keeps_tails
 
     @property
     def several_ranks(self) -> bool:

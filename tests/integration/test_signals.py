@@ -66,7 +66,7 @@ def test_script(signals, tmp_path, monkeypatch, capsys):
     """A checkpoint of a run gives a line of numbers."""
     example = importlib.import_module("fashion_mnist")
     small = ["--limit", "96", "--batch-size", "16", "--max-batch-size", "32", "--epochs", "1", "--accelerator", "cpu"]
-    example.main(example.arguments([*small, "--out", str(tmp_path)]))
+    example.train(example.arguments([*small, "--out", str(tmp_path)]))
     path = tmp_path / "RadaDamp-1000" / "last.ckpt"
     monkeypatch.setattr("sys.argv", ["signals", str(path), "--limit", "96", "--batch-size", "16"])
     signals.main()

@@ -8,7 +8,8 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Recorder, adapt, fit, loader
+from models import Recorder, Streamed, adapt, fit, loader
+from torch.utils.data import DataLoader
 
 from lightning_adabatch import AdaptiveBatchSize, Constant, Schedule
 
@@ -129,32 +130,45 @@ def test_carried_samples_survive_a_reload(reload, tmp_path):
     assert sum(module.sizes) == ours.samples == 296
 
 
-def said(ours: AdaptiveBatchSize, samples: int, caplog, tmp_path) -> list[str]:
-    """Return what is said of small last batches in a run on so many samples, in batches of 4 at first."""
+def said(ours: AdaptiveBatchSize, train, caplog, tmp_path) -> list[str]:
+    """Return what is said of small last batches in a run of three epochs."""
     caplog.clear()
     with caplog.at_level("INFO"):
-        fit(Recorder(), loader(samples, 4), callbacks=[ours], epochs=3, root=tmp_path)
+        fit(Recorder(), train, callbacks=[ours], epochs=3, root=tmp_path)
     return [message for message in caplog.messages if "last batch" in message]
 
 
 def test_small_last_batch_is_named_once(caplog, tmp_path):
     """A rest of 2 at a size of 20 is a noisy update right before validation: with a remedy, once in a run."""
-    (message,) = said(adapt(4, 20), 66, caplog, tmp_path)  # 4 + 3 · 20 + 2
+    (message,) = said(adapt(4, 20), loader(66, 4), caplog, tmp_path)  # 4 + 3 · 20 + 2
     assert "an epoch's last batch had 2 samples instead of 20" in message
     assert "tail='carry'" in message
 
 
 @pytest.mark.parametrize(
-    ("ours", "samples"),
+    ("ours", "train"),
     [
-        (lambda: adapt(4, 20), 67),  # a rest of 3 is more than a tenth
-        (lambda: adapt(4, 20, tail="carry"), 66),
-        (lambda: adapt(4, 20, tail="drop"), 66),
-        (lambda: AdaptiveBatchSize(Constant()), 66),
-        (lambda: AdaptiveBatchSize(Schedule({0: 40}), adapt="lr"), 66),
+        (lambda: adapt(4, 20), lambda: loader(67, 4)),  # a rest of 3 is more than a tenth
+        (lambda: adapt(4, 20, tail="keep"), lambda: loader(66, 4)),  # as it was asked for
+        (lambda: adapt(4, 20, tail="carry"), lambda: loader(66, 4)),
+        (lambda: adapt(4, 20, tail="drop"), lambda: loader(66, 4)),
+        (lambda: adapt(4, 20), lambda: loader(66, 4, drop_last=True)),
+        (
+            lambda: adapt(4, 20, max_batch_size=64),
+            lambda: DataLoader(Streamed(66), 4),
+        ),  # what a stream left cannot be carried
+        (lambda: AdaptiveBatchSize(Constant()), lambda: loader(42, 20)),
+        (lambda: AdaptiveBatchSize(Schedule({0: 40}), adapt="lr"), lambda: loader(42, 20)),
     ],
-    ids=["larger", "carry", "drop", "Constant", "lr"],
+    ids=["larger", "keep", "carry", "drop", "drop_last", "stream", "Constant", "lr"],
 )
-def test_other_last_batches_are_not_worth_a_word(ours, samples, caplog, tmp_path):
-    """Tails that are not small, not trained, or of the user's own fixed size."""
-    assert said(ours(), samples, caplog, tmp_path) == []
+def test_other_last_batches_are_not_worth_a_word(ours, train, caplog, tmp_path):
+    """Tails that are not small, were asked for, are not trained, are of the user's own size, or cannot be carried."""
+    assert said(ours(), train(), caplog, tmp_path) == []
+
+
+def test_small_last_batch_in_parts_is_named(caplog, tmp_path):
+    """An update in micro-batches is one batch, of all its samples."""
+    ours = adapt(4, 20, max_device_batch_size=4)
+    (message,) = said(ours, loader(66, 4), caplog, tmp_path)
+    assert "had 2 samples instead of 20" in message

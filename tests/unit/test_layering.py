@@ -39,7 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "data": {"bridge", "controller", "fixed", "guards", "loader", "loader_guards", "places", "ranks", "settings"},
     "evaluation": {"bridge", "diversity", "ranks", "subset"},
     "logbook": {"controller", "limits", "policies", "report", "sinks"},
-    "notices": {"policies", "settings"},
+    "notices": {"policies"},
     "update": {"meter"},
     "division": {"bridge", "data", "guards", "settings", "update"},
     "rates": {"lr", "policies", "settings"},
