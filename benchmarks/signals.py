@@ -11,6 +11,7 @@ batches of B images: E‖∇L_B‖² = ‖∇F‖² + tr Σ / B.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,8 @@ class Signals:
 
     @property
     def noise_scale(self) -> float:
-        """The gradient noise scale in samples."""
-        return self.grad_variance / self.grad_norm_sq
+        """The gradient noise scale in samples; infinite where no gradient is left above the noise."""
+        return self.grad_variance / self.grad_norm_sq if self.grad_norm_sq > 0 else math.inf
 
 
 def measure(net: Net, images: WholeBatches, batch_size: int) -> Signals:
@@ -52,7 +53,7 @@ def measure(net: Net, images: WholeBatches, batch_size: int) -> Signals:
     order = torch.randperm(len(images))
     batches = [part for part in order.split(batch_size) if len(part) == batch_size]
     if len(batches) < 2:
-        raise ValueError(f"{len(images)} images make no two batches of {batch_size}. Set a smaller batch size.")
+        raise ValueError(f"{len(images)} images make no two batches of {batch_size}. Set a smaller --batch-size.")
     parameters = list(net.parameters())
     total, squares, losses = torch.zeros(()), 0.0, 0.0
     for part in batches:

@@ -45,13 +45,15 @@ def on_grid(runs: Sequence[Run], x: str, y: str, *, smooth: bool = False) -> tup
 
 def draw(runs: Sequence[Run], author: Sequence[Run], path: Path) -> None:
     """Draw the mean over seeds and the band from the least to the most; the author's runs behind, dashed."""
+    from matplotlib import colormaps  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415 a training run needs no matplotlib
     from matplotlib.lines import Line2D  # noqa: PLC0415
 
     behind = in_order(one_per_seed(author).values())  # of our seeds, where it has them: the paper's figure is of two
     behind = [run for run in behind if run.seed in {own.seed for own in runs}] or behind
     drawn = [*behind, *runs]
-    colour = {name: f"C{index}" for index, name in enumerate(sorted({run.method for run in drawn}))}
+    twenty = colormaps["tab20"].colors
+    colour = dict(zip(sorted({run.method for run in drawn}), (*twenty[::2], *twenty[1::2]), strict=False))
     dashed: dict[str, Any] = {"ls": (0, (4, 2)), "lw": 1.2, "alpha": 0.5}
     figure = Figure(figsize=(15, 8.6), layout="constrained")
     for axis, letter, (title, x, y) in zip(figure.subplots(2, 3).flat, "abcdef", PANELS, strict=True):

@@ -56,8 +56,8 @@ def first_at(run: Run, level: float) -> tuple[float, float] | None:
 
 
 def whole(epochs: float) -> int:
-    """Return how many epochs are done: they come rounded, and samples may be carried over the end of the last one."""
-    return math.floor(epochs + 0.05)
+    """Return how many epochs are done: samples may be carried over the end of the last one, a batch of them at most."""
+    return math.floor(epochs + 0.2)
 
 
 def differences(run: Run, author: Run | None) -> tuple[float, float]:
@@ -106,7 +106,8 @@ def level_row(run: Run, author: Pairs) -> dict[str, str]:
 def progress_row(run: Run) -> dict[str, str]:
     """Return the cells of the third table: the test loss, a mean over five epochs, at sums of learning rates."""
     sums, (losses,) = on_grid([run], "lr_sum", "test_loss", smooth=True)
-    there = [float(np.interp(total, sums, losses)) if total <= run.lr_sum[-1] else math.nan for total in SUMS]
+    last = sums[-1] if len(sums) else 0.0
+    there = [float(np.interp(total, sums, losses)) if total <= last else math.nan for total in SUMS]
     return {"seeds": run.label} | {str(total): cell("{:.4f}", loss) for total, loss in zip(SUMS, there, strict=True)}
 
 

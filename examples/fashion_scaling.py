@@ -2,7 +2,7 @@
 """What the paper's Fashion-MNIST runs would cost on 1 to 64 workers, until they reach 90 % test accuracy.
 
 python examples/fashion_scaling.py --measure                  # writes step_times.csv; on a machine that is idle
-python examples/fashion_scaling.py examples/results           # CSVs of fashion_mnist.py, or folders of them
+python examples/fashion_scaling.py examples/results/fashion_mnist   # CSVs of fashion_mnist.py, or folders of them
 
 The runs say which updates a method needs, the measurement says what an update takes, and two models join both. Nothing
 is trained here. Writes scaling.md and scaling.png beside step_times.csv. What the models assume:
@@ -40,12 +40,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from fashion import PaperNet
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 FIXED, ELASTIC, RING, FREE = "Fixed pool", "Elastic pool", "ring all-reduce", "free communication"
 Workers = Callable[[int], int]  # of a batch
 Seconds = Callable[[int], float]  # of a step of so many images, or of an all-reduce of so many workers
+COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 ROUNDS = 5  # over all sizes: what disturbs for a while hits a few steps of each size, and the median drops them
 
 
@@ -208,16 +210,16 @@ def draw(costs: Mapping[tuple[str, str], Mapping[str, Sequence[Cost]]], workers:
     panels[1].sharey(panels[0])
     for (pool, network), methods in costs.items():
         panel, look = (panels[0], "o-") if pool == FIXED else (panels[1], "s--")
-        for color, (method, its) in enumerate(methods.items()):
+        for color, (method, its) in zip(COLOURS, methods.items(), strict=False):
             minutes, hours = [one.seconds / 60 for one in its], [one.worker_seconds / 3600 for one in its]
             if network == FREE:
-                panel.loglog(workers[: len(its)], minutes, f"C{color}:")
+                panel.loglog(workers[: len(its)], minutes, ":", color=color)
                 continue
             label = method if its else f"{method}: never"
-            panel.loglog(workers[: len(its)], minutes, f"C{color}{look}", ms=4, label=label)
-            panels[2].loglog(minutes, hours, f"C{color}{look}", ms=4)
+            panel.loglog(workers[: len(its)], minutes, look, color=color, ms=4, label=label)
+            panels[2].loglog(minutes, hours, look, color=color, ms=4)
             if its:
-                panels[2].annotate(f" {workers[-1]}", (minutes[-1], hours[-1]), color=f"C{color}", fontsize=8)
+                panels[2].annotate(f" {workers[-1]}", (minutes[-1], hours[-1]), color=color, fontsize=8)
         panel.set(xlabel="workers, at most", ylabel="wall-clock, minutes", title=f"{pool} (dotted: {FREE})")
         panel.set(xticks=workers, xticklabels=workers)
     panels[2].set(xlabel="wall-clock, minutes", ylabel="worker-hours", title="Trade-off (dashed: elastic)")
@@ -259,6 +261,8 @@ def main(args: argparse.Namespace) -> None:
         print(path.read_text())
     if not args.runs:
         return
+    if not path.exists():
+        raise SystemExit(f"{path} is not there. Measure step times first, with --measure and the same --out.")
     runs: dict[str, list[Run | None]] = {}
     for run in read_runs(args.runs, args.images):
         runs.setdefault(run.method, []).append(until(run, args.accuracy))

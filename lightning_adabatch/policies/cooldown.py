@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cooldown: another rule, with all of the damping that the end of training wants."""
+"""Cooldown: another rule, with more damping towards the end of training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_adabatch.policies.checks import check_unit, count
 
 @dataclass(frozen=True)
 class Cooldown(Policy[Any]):
-    r"""Follow another rule, and take its noise away towards the end of training.
+    r"""Follow another rule, and take the noise away towards the end of training.
 
     .. math::
         s(e) &= \min\left(1, \max\left(0, \frac{e - \text{start}}{\text{end} - \text{start}}\right)\right) \\
         \text{damping} &= \text{rule's damping} \,/\, \left(1 - s(e) + \frac{s(e)}{\text{factor}}\right)
 
-    At the cap this is a linear decay of the learning rate, from what it is at ``start`` to 1 / ``factor`` of that at
-    ``end``; below the cap the batch grows instead, by the same numbers. Before ``start`` nothing differs, and so the
-    rule can be changed to one with a cooldown when a run resumes, from any checkpoint written before.
+    At the cap the learning rate that the rule gives is multiplied by a number that falls along a line, from 1 at
+    ``start`` to 1 / ``factor`` at ``end``; below the cap the batch grows instead. Before ``start`` nothing differs, and
+    so the rule can be changed to one with a cooldown when a run resumes, from any checkpoint written before.
 
     Args:
         policy: The rule; its state is this one's.
@@ -43,8 +43,10 @@ class Cooldown(Policy[Any]):
     Notes:
         1. In the source the learning rate decays; that the batch grows below the cap is Smith et al.'s trade of one
            for the other.
-        2. A rule that follows what it measures sees the losses and gradients of the cooldown too, and may answer
-           with a smaller damping of its own.
+        2. A rule that follows what it measures sees the losses and gradients of the cooldown too, and answers with
+           another damping of its own: RadaDamp's rises, as the gradients become smaller. A rule that reads
+           ``progress.batch_size`` sees the size with the cooldown in it.
+        3. With ``lr_scaling`` the learning rate follows the batch while that grows, so that below the cap it rises.
 
     References:
         Hägele et al., Scaling laws and compute-optimal training beyond fixed training durations, NeurIPS 2024.

@@ -263,8 +263,8 @@ def test_loss_at_a_sum_of_learning_rates(fashion, tmp_path):
 
 def test_almost_complete_epochs_are_complete(fashion, tmp_path):
     """Samples that are carried into an epoch that never comes do not make a run a cut one; half an epoch does."""
-    write(tmp_path / "a.csv", rows("A", 1, TWELVE, step=0.9985))
-    write(tmp_path / "b.csv", rows("B", 1, TWELVE, step=0.96))
+    write(tmp_path / "a.csv", rows("A", 1, TWELVE, step=0.986))
+    write(tmp_path / "b.csv", rows("B", 1, TWELVE, step=0.97))
     ends, _, _ = report(fashion, tmp_path, full=12)
     assert (ends["A"]["epochs"], ends["B"]["epochs"]) == ("12", "cut: 11 of 12")
 

@@ -228,3 +228,9 @@ def test_from_the_measurement_to_the_figure(tmp_path):
     one = f"{20 * t64 / 60:.3g} / {20 * t64 / 3600:.3g}"  # one worker is enough for 64 images
     (line,) = (line for line in elastic.splitlines() if line.startswith("| A"))
     assert [cell.strip() for cell in line.split("|")[4:-1]] == [one, one]
+
+
+def test_step_times_must_have_been_measured(scaling, tmp_path):
+    """Without them the second call says what to do."""
+    with pytest.raises(SystemExit, match=r"step_times.csv is not there\. Measure step times first, with --measure"):
+        scaling.main(scaling.arguments([str(tmp_path), "--out", str(tmp_path)]))

@@ -58,7 +58,7 @@ def test_larger_batches_estimate_the_same(signals, images):
     exact = signals.measure(net, images, 1)
     found = [signals.measure(net, images, 5) for _ in range(60)]
     assert sum(one.grad_variance for one in found) / 60 == pytest.approx(exact.grad_variance, rel=0.05)
-    with pytest.raises(ValueError, match=r"40 images make no two batches of 30\. Set a smaller batch size"):
+    with pytest.raises(ValueError, match=r"40 images make no two batches of 30\. Set a smaller --batch-size"):
         signals.measure(net, images, 30)
 
 
