@@ -27,9 +27,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
@@ -38,8 +35,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
-import torch
-from fashion import PaperNet
+from fashion_steps import StepTime, measure, step_seconds
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -48,17 +44,6 @@ FIXED, ELASTIC, RING, FREE = "Fixed pool", "Elastic pool", "ring all-reduce", "f
 Workers = Callable[[int], int]  # of a batch
 Seconds = Callable[[int], float]  # of a step of so many images, or of an all-reduce of so many workers
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
-ROUNDS = 5  # over all sizes: what disturbs for a while hits a few steps of each size, and the median drops them
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The median time of a training step."""
-
-    batch_size: int
-    seconds: float
-    repeats: int = 1
-    hardware: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,17 +81,6 @@ def used(size: int, pool: int, share: Fraction | int | None = None) -> int:
 def all_reduce(workers: int, latency: float, bandwidth: float, size: int = 4 * 111_050) -> float:
     """Return the time of a ring all-reduce: 2 (W - 1) messages of 1 / W of the gradient, one after the other."""
     return 2 * (workers - 1) * (size / workers / bandwidth + latency)
-
-
-def step_seconds(times: Sequence[StepTime], size: int) -> float:
-    """Return the time of a step of so many images, from measured ones by rising batch size."""
-    if size <= times[-1].batch_size:
-        sizes, seconds = np.log([(one.batch_size, one.seconds) for one in times]).T
-        return float(np.exp(np.interp(np.log(size), sizes, seconds)))
-    # A large step keeps the hardware busy, and time then grows with work. From one point alone: in proportion.
-    before, last = (StepTime(0, 0.0), *times)[-2:]
-    slope = (last.seconds - before.seconds) / (last.batch_size - before.batch_size)
-    return last.seconds + slope * (size - last.batch_size)
 
 
 def epochs_of(rows: Iterable[Mapping[str, str]], images: int) -> list[Epoch]:
@@ -161,33 +135,6 @@ def read_runs(paths: Sequence[Path], images: int) -> list[Run]:
     if not runs:
         raise SystemExit(f"There is no run in {', '.join(map(str, paths))}.")
     return list(runs.values())
-
-
-def measure(sizes: Iterable[int], repeats: int, accelerator: str) -> list[StepTime]:
-    """Time training steps of the paper's network on one thread."""
-    torch.set_num_threads(1)
-    module = PaperNet().to(accelerator)
-    optimizer = module.configure_optimizers()
-    # A device works on while Python goes on: without waiting for it, the clock would see the launches only.
-    wait = torch.cuda.synchronize if accelerator == "cuda" else lambda: None
-    seconds: dict[int, list[float]] = {size: [] for size in sorted(sizes)}
-    for size, taken in list(seconds.items()) * ROUNDS:
-        images = torch.randn(size, 1, 28, 28, device=accelerator).to(memory_format=torch.channels_last)
-        labels = torch.randint(10, (size,), device=accelerator)
-        for repeat in range(1 + math.ceil(repeats / ROUNDS)):
-            wait()
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module.net(images), labels).backward()
-            optimizer.step()
-            wait()
-            if repeat:  # the first step of a size allocates memory
-                taken.append(time.perf_counter() - start)
-    cpus = Path("/proc/cpuinfo")  # of Linux, where Python itself knows the architecture only
-    model = cpus.read_text().partition("model name")[2].partition("\n")[0].strip("\t: ") if cpus.exists() else ""
-    hardware = torch.cuda.get_device_name() if accelerator == "cuda" else model or platform.machine()
-    hardware += f", 1 thread, torch {torch.__version__}"
-    return [StepTime(size, statistics.median(taken), len(taken), hardware) for size, taken in seconds.items()]
 
 
 def table(runs: Mapping[str, Sequence[Run | None]], costs: Mapping[str, Sequence[Cost]], workers: Sequence[int]) -> str:
