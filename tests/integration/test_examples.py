@@ -184,13 +184,15 @@ def test_python_of_the_readme(tmp_path, monkeypatch):
     from torch.utils.data import DataLoader  # noqa: PLC0415
 
     monkeypatch.chdir(tmp_path)
-    train, own = _python_blocks()
+    train, best, own = _python_blocks()
     model = Recorder()
     names = {"model": model, "train_set": Indexed(300), "val_loader": loader(8, 8), "DataLoader": DataLoader}
     short = train.replace("max_epochs=200", "max_epochs=2, accelerator='cpu', logger=False, enable_checkpointing=False")
     assert short != train
     exec(short.replace("num_workers=4", "num_workers=0"), names)
     assert model.sizes[0] == 256
+    exec(best, names)
+    assert names["rule"].policy == names["adaptive"].policy
     exec(own, names)
     assert names["Doubling"](every=1.0).damping(None, type("P", (), {"epochs": 2.5})) == 4.0
 
