@@ -14,6 +14,7 @@ import csv
 import logging
 import math
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,8 +24,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
+from synthetic_figure import Point, bands_of, draw_figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -102,17 +103,6 @@ class Linear(pl.LightningModule):
         return self.optimizer(self.parameters())
 
 
-@dataclass(frozen=True)
-class Point:
-    """Where a run stood."""
-
-    updates: int
-    epochs: float
-    batch_size: int
-    test_loss: float
-    evaluated: float  # passes over the training set for the policy alone
-
-
 class Curve(pl.Callback):
     """Takes the test loss after updates that are at most 2 % apart."""
 
@@ -160,7 +150,11 @@ def adagrad(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 METHODS = {
     "AdaDamp": Method(2, sgd, lambda p: AdaptiveBatchSize(AdaDamp(p.train_loss), max_batch_size=math.inf)),
-    "RadaDamp": Method(2, sgd, lambda p: AdaptiveBatchSize(RadaDamp(optimal_loss=p.train_loss), math.inf)),
+    # The loss of two samples may be anything. As a baseline it can be so small that a run stays at one sample for much
+    # of its 70 epochs: so a mean of 50 updates, and no batch below B0.
+    "RadaDamp": Method(
+        2, sgd, lambda p: AdaptiveBatchSize(RadaDamp(optimal_loss=p.train_loss, warmup=50), math.inf, 2)
+    ),
     # The author's code: a step size of γ · 64 / round(65 + 0.1 (k + 1)).
     "SGD": Method(64, sgd, lambda _: AdaptiveBatchSize(PolynomialDamp(rate=0.1 / 64), adapt="lr")),
     "AdaGrad": Method(64, adagrad),
@@ -241,38 +235,6 @@ def write(path: Path, rows: Sequence[object]) -> None:
         writer.writerows(asdict(row) for row in rows)  # type: ignore[call-overload]
 
 
-def draw_figure(curves: dict[str, list[list[Point]]], level: float, path: Path) -> None:
-    """Draw figure 1: mean and interquartile range over seeds."""
-    import matplotlib as mpl  # noqa: PLC0415  # only where there is something to draw
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    what = (("updates", "test_loss"), ("epochs", "test_loss"), ("updates", "batch_size"))
-    for panel, (along, value) in zip(panels, what, strict=True):
-        for method, runs in curves.items():
-            last = min(getattr(points[-1], along) for points in runs)
-            grid = np.geomspace(1 if along == "updates" else 0.02, last, 200)
-            lines = np.array(
-                [
-                    np.interp(grid, [getattr(p, along) for p in points], [getattr(p, value) for p in points])
-                    for points in runs
-                ]
-            )
-            (line,) = panel.plot(grid, lines.mean(0), label=method)
-            panel.fill_between(
-                grid, *np.quantile(lines, (0.25, 0.75), axis=0), alpha=0.25, color=line.get_color(), lw=0
-            )
-        panel.set(xscale="log", yscale="log", xlabel="model updates" if along == "updates" else "epochs")
-        panel.set_ylabel("test loss" if value == "test_loss" else "batch size")
-        if value == "test_loss":
-            panel.axhline(level, color="black", ls=":", lw=1, label="least squares")
-    panels[1].legend(fontsize=8)
-    panels[2].set_xlim(1, 1000)
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Run, write and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -283,13 +245,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("synthetic"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    work = list(product(args.methods, range(args.seeds), [args.epochs]))
+    work = [(method, seed, args.epochs) for seed, method in product(range(args.seeds), args.methods)]
+    done = []
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        done = list(pool.map(run, *zip(*work, strict=True)))
+        for one in pool.map(run, *zip(*work, strict=True)):
+            done.append(one)
+            print(f"\r{len(done)} of {len(work)} runs", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    done.sort(key=lambda one: (args.methods.index(one[0].method), one[0].seed))
     results = [result for result, _ in done]
     curves = {m: [points for result, points in done if result.method == m] for m in args.methods}
+    bands = [band for method, runs in curves.items() for band in bands_of(method, runs)]
     write(args.out / "synthetic.csv", results)
-    draw_figure(curves, statistics.mean(r.least_squares_test_loss for r in results), args.out / "synthetic.png")
+    write(args.out / "curves.csv", bands)
+    draw_figure(bands, statistics.mean(r.least_squares_test_loss for r in results), args.out / "synthetic.png")
     print_medians(results)
 
 

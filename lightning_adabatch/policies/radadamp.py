@@ -37,7 +37,8 @@ class RadaDamp(Policy[RadaDampState]):
         grad_norm_weight: The paper's λ, ≥ 0. With 0 the gradient norm is not measured.
         optimal_loss: F*, the smallest loss that training could reach; any finite number. Losses that can
             be negative, such as log-likelihoods, need it.
-        warmup: d̂_0 is the mean over this many first updates, ≥ 1, and nothing changes before.
+        warmup: d̂_0 is the mean over this many first updates, ≥ 1, and nothing changes before. With small first
+            batches take more than one: a single loss may be far from the mean.
 
     Raises:
         ValueError: For a value outside of its range.
