@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -133,25 +134,28 @@ class AdaptiveBatchSize(pl.Callback):
     @property
     def updates(self) -> int:
         """Model updates so far."""
-        return self._restored_count("updates") if self._controller is None else self._controller.updates
+        return int(self._restored_number("updates")) if self._controller is None else self._controller.updates
 
     @property
     def samples(self) -> int:
         """Training samples processed so far."""
-        return self._restored_count("samples") if self._controller is None else self._controller.samples
+        return int(self._restored_number("samples")) if self._controller is None else self._controller.samples
 
     @property
     def epochs(self) -> float:
         """Training samples processed so far, divided by the number of training samples."""
-        return 0.0 if self._controller is None else self._controller.epochs
+        return self._restored_number("epochs") if self._controller is None else self._controller.epochs
 
     @property
     def evaluated(self) -> int:
         """Training samples that were evaluated for the policy alone, over all ranks; they are not in ``samples``."""
-        return 0 if self._controller is None else self._controller.evaluated
+        return int(self._restored_number("evaluated")) if self._controller is None else self._controller.evaluated
 
-    def _restored_count(self, name: str) -> int:
-        return 0 if self._restored is None else int(self._restored.rule[name])
+    def _restored_number(self, name: str) -> float:
+        if self._restored is None:
+            return 0
+        number = self._restored.rule.get(name, 0)  # not all were in checkpoints of the first days
+        return math.nan if number is None else float(number)
 
     # What it does -----------------------------------------------------------------------------------
 

@@ -154,6 +154,7 @@ class Controller:
         return {
             "updates": self.updates,
             "samples": self.samples,
+            "epochs": None if math.isnan(self.epochs) else self.epochs,  # to be shown before training goes on
             "skipped": self.skipped,
             "evaluated": self.evaluated,
             "initial_batch_size": self.limits.initial_batch_size,

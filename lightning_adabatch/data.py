@@ -124,6 +124,7 @@ class TrainData:
         for loader in self._slot.loaders:
             self._agree(loader)
         if self._slot.loader is None:
+            self.places.fixed_start = 0
             _, controller.training_samples, _ = self.look()
             return
         training_samples, epoch_samples = self._samples(self._slot.loader)
@@ -133,14 +134,18 @@ class TrainData:
 
     def trained(self, batch: Any, batch_idx: int) -> int:
         """Return the samples of the batch in hand, over all ranks."""
-        here = self._epoch.trained if self._slot.loaders else self.fixed.trained(batch, batch_idx)
+        here = self._epoch.trained if self._slot.loaders else self._fixed_trained(batch, batch_idx)
         return here * self._ranks.count
+
+    def _fixed_trained(self, batch: Any, batch_idx: int) -> int:
+        return self.fixed.trained(batch, batch_idx - self.places.fixed_start)
 
     def _make_elastic(self, loader: Any, number: int) -> ElasticLoader:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""
         loader_guards.check_loader(loader, self._settings, self._ranks.count)
         kind = kind_of(loader)
-        size = self._initial_size(kind.own_batch_size) if number == 0 else kind.own_batch_size
+        own = kind.own_batch_size
+        size = self._initial_size(own) if number == 0 else own
         max_batches, max_samples = self._counts.limits_of(kind, size)
         elastic = ElasticLoader(
             loader,
@@ -148,9 +153,11 @@ class TrainData:
             max_batches=max_batches,
             max_samples=max_samples,
             accumulate=self._accumulate,
-            device_limit=self._device_limit(kind.own_batch_size),
+            device_limit=self._settings.max_device_batch_size or (own if self._accumulate > 1 else None),
             least_parts=2 if self._settings.follows_variance else 1,
         )
+        if self.lowered is not None:
+            elastic.lower(self.lowered)
         self._agree(elastic)
         elastic.shuffle_seed = self.places.shuffle_seed
         ranks = self._ranks.count
@@ -168,11 +175,8 @@ class TrainData:
                 elastic.carried = before.carried  # of the same data: a reload loses none of it
         elif self.places.restored is not None:
             self.places.place(elastic, self.places.restored, number)
+            elastic.waits = True
         return elastic
-
-    def _device_limit(self, own: int) -> int | None:
-        given = self._settings.max_device_batch_size or (own if self._accumulate > 1 else None)
-        return given if self.lowered is None else min(self.lowered, given or self.lowered)
 
     def _initial_size(self, own: int) -> int:
         """Return the samples of one of the first batches on one rank: the run's, not this loader's."""

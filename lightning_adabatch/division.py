@@ -82,19 +82,20 @@ class Division:
         if self._in_windows:
             self._bridge.windows.begin_batch(self._data.trained(batch, batch_idx))
 
-    def loss_of(self, loss: Tensor) -> tuple[Tensor, int, int]:
-        """Return what of a batch's loss is measured, which part of the update that is, and its samples.
+    def loss_of(self, loss: Tensor) -> tuple[Tensor, int, int, int]:
+        """Return what of a batch's loss is measured, and of which part: as :meth:`Meter.loss` takes it.
 
-        The samples are 0 where the loss is a share. A part's loss is weighed in place.
+        A part's loss is weighed in place.
         """
         if self._in_windows:
             windows = self._bridge.windows
             # Lightning has divided it by the number of batches.
-            return loss.detach() * self._trainer.accumulate_grad_batches, windows.batches, windows.batch_samples
+            return loss.detach() * self._trainer.accumulate_grad_batches, windows.batches, windows.batch_samples, 0
         if self._in_parts:
             self._bridge.accumulation.weigh(loss)
-            return loss, self._bridge.slot.live.plan.part, 0
-        return loss, 1, 0
+            plan = self._bridge.slot.live.plan
+            return loss, plan.part, plan.part_size, plan.last_size
+        return loss, 1, 0, 0
 
     @property
     def first_part(self) -> tuple[float, float] | None:
@@ -128,7 +129,10 @@ class Division:
     def device_size(self, trained: int) -> int:
         """Return the samples of one pass on one rank, of an update's over all ranks."""
         device = trained // self._ranks
-        return -(-device // self._bridge.slot.live.plan.parts(device)) if self._in_parts else device
+        if not self._in_parts:
+            return device
+        plan = self._bridge.slot.live.plan
+        return min(plan.unit, device) if plan.filled else -(-device // plan.parts(device))
 
     def _watch_memory(self) -> None:
         """Have an update that does not fit into memory divided, where this can be."""

@@ -47,7 +47,7 @@ class FixedLoaders:
         return known_length(loader.dataset) if of_sampler is None else of_sampler
 
     def trained(self, batch: Any, batch_idx: int) -> int:
-        """Return the samples of a batch.
+        """Return the samples of a batch, which is that one of the loader's order.
 
         Raises:
             MisconfigurationException: If neither the loader nor the batch tells.

@@ -138,7 +138,8 @@ class LRFactor:
         applied = self._applied.get(key)
         if isinstance(shows, Tensor):
             return shows.clone() if applied is None or applied.version != shows._version else applied.base
-        return applied.base if applied is not None and applied.shown == shows else shows
+        # By identity: what somebody assigned may happen to be equal to what stood there.
+        return applied.base if applied is not None and applied.shown is shows else shows
 
 
 def planned_steps(scheduler: Any) -> int | None:

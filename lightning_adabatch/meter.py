@@ -47,7 +47,8 @@ class Meter:
         self._before: list[Observation] = []  # of an unfinished window of the process that was cut
         self._loss: Tensor | None = None  # of the row that is open
         self._parts = 0  # whose losses are in it
-        self._weight = 0  # samples by which these were weighed
+        self._weight = 0  # samples of these
+        self._share_of = 0  # samples of which they are shares
         self._norms: dict[int, Tensor] = {}  # by optimizer
         self._small: tuple[Tensor, float] | None = None  # the norm of the first part's gradients, and its samples
         self._scalars: list[Tensor] = []  # of the closed rows: loss, the first part's norm, norm; or stacks of them
@@ -57,23 +58,29 @@ class Meter:
     def open(self) -> None:
         """Begin the row of the next update, forgetting what an update that never came left behind."""
         self._loss = None
-        self._parts = self._weight = 0
+        self._parts = self._weight = self._share_of = 0
         self._small = None
         self._norms.clear()
 
-    def loss(self, loss: Tensor, part: int = 1, samples: int = 0) -> None:
-        """Take the loss of the update, or its share of one of its parts, a scalar.
+    def loss(self, loss: Tensor, part: int = 1, samples: int = 0, share_of: int = 0) -> None:
+        """Take the loss of the update, a scalar, or that of one of its parts.
 
-        The first one of each part counts: LBFGS evaluates several. Where ``samples`` are given for each part, its
-        loss is their mean, and not a share.
+        The first one of each part counts: LBFGS evaluates several. A part without a loss is left out of the mean.
+
+        Args:
+            loss: The mean over the samples of the update or the part, or the part's share of the update's mean.
+            part: Which part, from 1.
+            samples: Of the part; 0 where the update has no parts.
+            share_of: The update's samples, where the loss is a share.
         """
         if self.measures_loss and part > self._parts:
             self._parts = part
             self._weight += samples
+            self._share_of = share_of
             value = loss.detach()
             # A copy: a captured graph writes the next loss into the same memory. Sums of many halves would not grow.
             share = (value.float() if value.dtype in _HALVES else value.clone()).reshape(1)
-            share = share * samples if samples else share
+            share = share * samples if samples and not share_of else share
             self._loss = share if self._loss is None else self._loss + share
 
     def gradients(self, gradients: list[Tensor], optimizer: int = 0, scale: float = 1.0) -> None:
@@ -103,7 +110,9 @@ class Meter:
         """
         if self.measures_loss:
             loss = _MISSING if self._loss is None else self._loss
-            self._scalars.append(loss / self._weight if self._weight else loss)
+            if self._weight != self._share_of:
+                loss = loss * (self._share_of / self._weight) if self._share_of else loss / self._weight
+            self._scalars.append(loss)
         if self.measures_variance:
             small, samples = (_MISSING, 0.0) if self._small is None else self._small
             self._scalars.append(small)

@@ -27,11 +27,14 @@ class Places:
     Attributes:
         restored: The state of a checkpoint from which the run goes on, until training starts, or None.
         shuffle_seed: Of the run that was cut, or None.
+        fixed_start: Which batch of the epoch is the first one of the order, where a loader that is left alone began it
+            anew in the middle of one.
     """
 
     def __init__(self, slot: Slot, epoch: Epoch, ranks: Ranks) -> None:
         self.restored: Snapshot | None = None
         self.shuffle_seed: int | None = None
+        self.fixed_start = 0
         self._slot = slot
         self._epoch = epoch
         self._ranks = ranks
@@ -46,6 +49,8 @@ class Places:
         if not self._slot.loaders:
             self._say_lost_place_of_a_fixed_loader(restored)
             return _nothing
+        for one in self._slot.loaders:
+            one.waits = False
         self._go_there(restored)
         loaders, own = self._slot.loaders, restored.of_rank(self._ranks.rank)
         places = [_of_loader(own, number).get("pass") for number in range(len(loaders))]
@@ -95,6 +100,7 @@ class Places:
 
     def _say_lost_place_of_a_fixed_loader(self, restored: Snapshot) -> None:
         if in_epoch(restored.place) and not (restored.place["last"] or self._slot.stateful):
+            self.fixed_start = restored.place["batches"]
             rank_zero_warn(
                 "AdaptiveBatchSize(adapt='lr') leaves the DataLoader to you, and it cannot go on in the middle of "
                 "an epoch: the epoch ends after as many batches as it had left, of an order that begins anew. "

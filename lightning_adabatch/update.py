@@ -54,10 +54,10 @@ class Update:
         self.stepped: list[int] = []
         self.closed = self.counted = False
 
-    def take_loss(self, loss: Tensor, part: int, samples: int = 0) -> None:
+    def take_loss(self, loss: Tensor, part: int, samples: int = 0, share_of: int = 0) -> None:
         """Measure the loss, of a part its share or the mean over its samples, without a gradient scaler's factor."""
         self.loss_seen = True
-        self.meter.loss(self._unscaled(loss), part, samples)
+        self.meter.loss(self._unscaled(loss), part, samples, share_of)
 
     def take_gradients(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         """Measure the gradients that an optimizer is about to step with, times ``scale``."""

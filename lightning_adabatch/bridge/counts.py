@@ -81,6 +81,7 @@ class Counts:
         self._points = None
         for loader in self._slot.loaders:
             loader.ended = self._pass_ended
+            loader.trains = self._slot.runs_over
         self.set(self._epoch.fresh_length)
 
     def begin_epoch(self) -> None:
@@ -97,7 +98,7 @@ class Counts:
 
     def _pass_ended(self, ended: Pass) -> None:
         """Take note of the last batch of a stream, which is known only now that Lightning fetches it."""
-        if ended.plan.unsized and any(ended is live for live in self._slot.passes):
+        if ended.plan.unsized and self._slot.runs_over(ended):
             self.set(self._epoch.length)
 
     def _plan_validation(self, loader: ElasticLoader, batches: float) -> None:

@@ -168,6 +168,12 @@ class Slot:
         """The passes that the Trainer runs over, one for each loader."""
         return list(self._iterator.iterators)
 
+    def runs_over(self, begun: Pass) -> bool:
+        """Whether a pass is one of those."""
+        combined = self._trainer.fit_loop._combined_loader
+        iterator = None if combined is None else combined._iterator
+        return iterator is not None and any(begun is live for live in iterator.iterators)
+
     @property
     def fetched(self) -> int:
         """Batches that were fetched in this epoch."""

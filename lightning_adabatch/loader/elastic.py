@@ -47,11 +47,15 @@ class ElasticLoader:
         initial_batch_size: That times ``accumulate``.
         max_batches: No pass has more batches, or None.
         nominal: While True, ``len`` is that of the user's loader.
+        waits: While True, lengths are those of a run that begins, at the initial batch size: one that goes on with
+            another size is planned as the one that was cut had been.
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
         ended: Called with a pass that handed out its last batch, or None.
         keep: Called with the plan of a pass that begins a batch; whether it may have to be handed out again. None
             for never.
+        trains: Called with a pass that is over; whether it is one that is trained on, which leaves something to the
+            next one, and not a look at the data. None for all of them.
 
     Example:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -83,11 +87,14 @@ class ElasticLoader:
         self.num_workers = loader.num_workers
         self.worker_init_fn = loader.worker_init_fn
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
-        self.nominal = False
+        self.nominal = self.waits = False
+        self._unit = self.own_batch_size if accumulate > 1 else 0
+        self._drop_unit = tail is None and self.drop_last and accumulate > 1
         self.max_batches = max_batches
         self.initial_batch_size = self.own_batch_size * accumulate
         self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit, least_parts)
         self.ended: Callable[[Pass], None] | None = None
+        self.trains: Callable[[Pass], bool] | None = None
         self._owned: DataLoader[Any] | None = None
         self.carried: list[Any] = []
         self._place: dict[str, Any] | None = None
@@ -150,6 +157,9 @@ class ElasticLoader:
     def fresh_length(self) -> int | float:
         """Batches of a pass that starts now and keeps the size in force; ``math.inf`` where nobody knows."""
         self._size.refresh()
+        if self.waits:
+            first = self._size.beginning(self.initial_batch_size)
+            return self.kind.batches_left(self._plan(0, first.device_limit), first.batch_size)
         return self.kind.batches_left(self._fresh_plan(), self.batch_size)
 
     def resize(self, batch_size: int) -> None:
@@ -169,7 +179,8 @@ class ElasticLoader:
             TypeError: If nobody knows how many there will be.
         """
         latest = self._latest_pass
-        length = self._nominal_length() if self.nominal else self.fresh_length if latest is None else latest.length
+        fresh = latest is None or self.waits
+        length = self._nominal_length() if self.nominal else self.fresh_length if fresh else latest.length
         if length == math.inf:
             raise TypeError(f"nobody knows how many batches {type(self.dataset).__name__} has")
         return int(length)
@@ -219,6 +230,8 @@ class ElasticLoader:
         """Begin the next pass with what this one left over, where tails are carried."""
         if self.tail == "carry":
             self.carried = ended.supply.leftover()
+        elif ended.plan.batches:  # a checkpoint of a run that carried is gone on from, and what it carried is trained
+            self.carried = []
 
     def close(self) -> None:
         """End the worker processes; the next pass starts new ones."""
@@ -281,8 +294,11 @@ class ElasticLoader:
             one.set_state(state.cpu())
 
     def _fresh_plan(self) -> EpochPlan:
+        return self._plan(len(self.carried), self._size.device_limit)
+
+    def _plan(self, carried: int, device_limit: int | None) -> EpochPlan:
         unknown = self.available() is None
-        total = 0 if unknown else int(self.epoch_samples) + len(self.carried)
+        total = 0 if unknown else int(self.epoch_samples) + carried
         return EpochPlan(
             total,
             self.initial_batch_size,
@@ -290,8 +306,10 @@ class ElasticLoader:
             self.max_batches,
             open=unknown,
             most=self._size.max_samples if unknown else None,
-            device_limit=self._size.device_limit,
+            device_limit=device_limit,
             least_parts=self._size.least_parts,
+            unit=self._unit,
+            drop_unit=self._drop_unit,
         )
 
     def _nominal_length(self) -> int | float:
@@ -314,6 +332,7 @@ class ElasticLoader:
         if self._latest_pass is not begun:
             self._latest = weakref.ref(begun)
         if begun.plan.over:
-            self.carry_from(begun)
+            if self.trains is None or self.trains(begun):
+                self.carry_from(begun)
             if self.ended is not None:
                 self.ended(begun)

@@ -39,6 +39,9 @@ class EpochPlan:
         device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
         least_parts: Every batch is handed out in so many parts at least, as far as it has the samples.
+        unit: Samples of one of the user's batches, of which ``own_size`` has several; 0 for none. What is left after
+            batches of ``own_size`` is handed out in such parts, as far as it fills them, as it was without us,
+        drop_unit: and where incomplete batches are dropped, an incomplete one of these is.
 
     Attributes:
         consumed: Samples handed out.
@@ -67,6 +70,9 @@ class EpochPlan:
     rest: int = 0
     parts_left: int = 0
     least_parts: int = 1
+    unit: int = 0
+    drop_unit: bool = False
+    filled: bool = False  # whether the parts of the batch in hand are of the unit, but for the last one
 
     def __post_init__(self) -> None:
         """A pass without samples or without batches is over before it starts."""
@@ -106,7 +112,7 @@ class EpochPlan:
         if self.rest == 0 and not self._begin(size):
             self.over = True
             return 0
-        handed = -(-self.rest // self.parts_left)
+        handed = min(self.unit, self.rest) if self.filled else -(-self.rest // self.parts_left)
         self.consumed += handed
         self.batches += 1
         self.part += 1
@@ -114,8 +120,7 @@ class EpochPlan:
         self.rest -= handed
         self.parts_left -= 1
         if self.rest == 0:
-            incomplete = self.left == 0 if self.tail == "keep" else self.left < self.last_size
-            self.over = incomplete or self.batches == self.max_batches
+            self.over = self.left < self._least_to_follow() or self.batches == self.max_batches
         return handed
 
     def parts(self, size: int) -> int:
@@ -132,6 +137,7 @@ class EpochPlan:
         if batch == 0:
             return False
         self._divide(batch)
+        self.filled = size == self.own_size and self.parts_left * self.unit >= batch > (self.parts_left - 1) * self.unit
         return True
 
     def begin_again(self, device_limit: int) -> None:
@@ -139,7 +145,7 @@ class EpochPlan:
         self.device_limit = device_limit
         self.consumed -= self.last_size - self.rest
         self.batches -= self.part
-        self.over = False
+        self.over = self.filled = False
         self._divide(self.last_size)
 
     def _divide(self, batch: int) -> None:
@@ -164,7 +170,9 @@ class EpochPlan:
                 count += self.parts(rest)
         else:
             fitting = size if size <= left else self._size_in_force(left)
-            count = left // fitting * self.parts(fitting) if fitting else 0
+            full, rest = divmod(left, fitting) if fitting else (0, 0)
+            units = self._units(fitting, rest)
+            count = full * self.parts(fitting) + (self.parts(units) if units else 0)
         count += self.parts_left
         return count if self.max_batches is None else min(count, self.max_batches - self.batches)
 
@@ -177,7 +185,17 @@ class EpochPlan:
         # More is wanted than is left: the epoch goes on with the size that was in force. One of unknown length
         # may be shorter than its first batch: no epoch is empty.
         size = left if self.unsized and self.last_size == 0 else self.last_size
-        return size if size <= left else 0
+        return size if size <= left else self._units(size, left)
+
+    def _units(self, size: int, left: int) -> int:
+        # What of less than a batch is trained after one of ``size``, where incomplete batches are dropped.
+        return left // self.unit * self.unit if self.drop_unit and size == self.own_size else 0
+
+    def _least_to_follow(self) -> int:
+        # Fewer samples than these are no batch.
+        if self.tail == "keep":
+            return 1
+        return min(self.unit, self.last_size) if self.drop_unit and self.last_size == self.own_size else self.last_size
 
 
 @dataclass

@@ -34,7 +34,7 @@ class SizeInForce:
         device_limit: int | None = None,
         least_parts: int = 1,
     ) -> None:
-        self.device_limit = device_limit
+        self.device_limit = self._first_limit = device_limit
         self.least_parts = least_parts
         self.agreed: int | None = None
         self._samples = samples
@@ -47,6 +47,13 @@ class SizeInForce:
         if wanted != self._wanted:
             self._wanted = wanted
             self.refresh()
+
+    def beginning(self, initial: int) -> SizeInForce:
+        """Return what it was when the run began with a size of ``initial``."""
+        first = SizeInForce(self._samples, self.max_samples, initial, self._first_limit, self.least_parts)
+        first.agreed = self.agreed
+        first.refresh()
+        return first
 
     def available(self) -> int | None:
         """Return the samples that are used; None where nobody knows."""

@@ -114,6 +114,18 @@ def test_accumulated_batches(accumulate, tmp_path):
     assert found == pytest.approx(reference.norms[:per_epoch], rel=1e-5)
 
 
+def test_samples_are_counted_after_a_resume_in_mid_epoch(tmp_path):
+    """The loader begins its order anew, and what is counted and logged is what its batches have."""
+    cut = quiet(callbacks=[adapt(4, adapt="lr")], epochs=2, max_steps=2, root=tmp_path)
+    cut.fit(Recorder(), loader(13, 4))
+    cut.save_checkpoint(tmp_path / "two.ckpt")
+    module, ours = Recorder(), adapt(4, adapt="lr")
+    with pytest.warns(UserWarning, match="leaves the DataLoader to you"):
+        quiet(callbacks=[ours], epochs=2, root=tmp_path).fit(module, loader(13, 4), ckpt_path=tmp_path / "two.ckpt")
+    assert module.sizes == [4, 4, 4, 4, 4, 1]
+    assert ours.samples == 8 + sum(module.sizes)
+
+
 def test_accumulated_rate_moves_between_windows_only(tmp_path):
     """No decision falls between the batches of one window."""
     module, ours = Recorder(), adapt(8, 16, 32, adapt="lr")

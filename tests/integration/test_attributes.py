@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import Recorder, adapt, fit, loader
+from models import Recorder, adapt, fit, loader, quiet
 
 
 def now(ours):
@@ -66,6 +66,25 @@ def test_attributes_change_at_our_batch_end(tmp_path):
     assert validations == states[-1:]
     assert ours.epochs == 1.0
     assert [type(value) for value in (*now(ours), ours.epochs)] == [int, int, int, float, float]
+
+
+def test_counts_of_a_checkpoint_before_training_goes_on(tmp_path):
+    """From the moment that the checkpoint is read, updates, samples and epochs are its own."""
+    first = adapt(4, 8)
+    trainer = fit(Recorder(), loader(32, 4), callbacks=[first], epochs=1, root=tmp_path)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            seen.append((ours.updates, ours.samples, ours.epochs, ours.evaluated))
+
+    ours = adapt(4, 8)
+    quiet(callbacks=[ours, Looks()], epochs=2, root=tmp_path).fit(
+        Recorder(), loader(32, 4), ckpt_path=tmp_path / "one.ckpt"
+    )
+    assert seen == [(first.updates, first.samples, 1.0, 0)]
+    assert ours.epochs == 2.0
 
 
 def test_initial_size_may_be_decided_before_the_first_update(tmp_path):

@@ -61,6 +61,44 @@ def test_constant_with_whole_windows_is_the_plain_run(workers, tmp_path):
     assert torch.equal(ours.net.weight, plain.net.weight)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("samples", "accumulate"), [(16, 3), (22, 2), (22, 3), (29, 4)])
+def test_constant_has_the_batches_of_the_plain_run(samples, accumulate, drop_last, tmp_path):
+    """The last window has the batches that it has without us, an incomplete one too or not; their weights differ."""
+    ours, plain = Recorder(), Recorder()
+    flags = {"epochs": 2, "root": tmp_path, "accumulate_grad_batches": accumulate}
+    data = loader(samples, 4, drop_last=drop_last)
+    callback = AdaptiveBatchSize(Constant())
+    one = fit(ours, data, loader(8, 4), callbacks=[callback], **flags)
+    other = fit(plain, data, loader(8, 4), **flags)
+    assert [batch.indices for batch in ours.batches] == [batch.indices for batch in plain.batches]
+    assert [(b.planned, b.last) for b in ours.batches] == [(b.planned, b.last) for b in plain.batches]
+    assert one.global_step == other.global_step == callback.updates
+    assert ours.validations == plain.validations
+    assert callback.samples == sum(ours.sizes)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("limits", [{"max_device_batch_size": 2}, {"trainer": {"accumulate_grad_batches": 2}}])
+def test_part_without_a_loss_is_left_out_of_the_mean(limits, tmp_path):
+    """C33: where one of several parts returns None, the loss is the mean over the others, and not less."""
+
+    class Silent(Recorder):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx % 5 == 1 else 0.0 * loss + 1.0
+
+    flags = dict(limits)
+    trainer = flags.pop("trainer", {})
+    ours = AdaptiveBatchSize(RadaDamp(rho=0.5, grad_norm_weight=0.0), max_batch_size=64, **flags)
+    watch = Watch(ours)
+    fit(Silent(), loader(60, 4), callbacks=[ours, watch], epochs=2, root=tmp_path, **trainer)
+    losses = {o.loss for o in watch.observations if o is not None}
+    assert max(losses) == pytest.approx(1.0)
+    assert min(losses) == pytest.approx(1.0)
+    assert len(watch.observations) > 10
+
+
 def test_short_last_window(tmp_path):
     """C22: 7 batches in windows of 3: three observations per epoch, and the last one is the mean over its samples."""
 

@@ -36,7 +36,7 @@ from resuming import (
     train_loader,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import WeightedRandomSampler
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
@@ -217,6 +217,18 @@ def one_cycle(optimizer, trainer):
     return OneCycleLR(optimizer, 0.2, total_steps=int(trainer.estimated_stepping_batches))
 
 
+def falls_to_the_end(optimizer, trainer):
+    """A schedule whose length is not in its state, as of most that are made of a function."""
+    total = trainer.estimated_stepping_batches
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+
+
+def falls_with_the_loader(optimizer, trainer):
+    trainer.fit_loop.setup_data()
+    total = len(trainer.train_dataloader) * trainer.max_epochs
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+
+
 def plateau(optimizer, trainer):
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
 
@@ -237,6 +249,17 @@ VARIANTS = {
     "augmented by all": replace(BASE, train=lambda: train_loader(data=Augmented("torch", "python", "numpy"))),
     "OneCycleLR over estimated_stepping_batches": Setup(
         scripted(*GROWTH), module=lambda: Learner(one_cycle, interval="step")
+    ),
+    "LambdaLR over estimated_stepping_batches": Setup(
+        scripted(*GROWTH), module=lambda: Learner(falls_to_the_end, interval="step")
+    ),
+    "LambdaLR over the loader's length": Setup(
+        scripted(*GROWTH), module=lambda: Learner(falls_with_the_loader, interval="step")
+    ),
+    "LambdaLR, limited, carried": Setup(
+        scripted(*GROWTH, tail="carry"),
+        module=lambda: Learner(falls_to_the_end, interval="step"),
+        trainer={"limit_train_batches": 9},
     ),
     "StepLR per step": replace(BASE, module=lambda: Learner(lambda o, _: StepLR(o, 3, 0.9), interval="step")),
     "StepLR per epoch": replace(BASE, module=lambda: Learner(lambda o, _: StepLR(o, 1, 0.5))),

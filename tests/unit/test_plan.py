@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, chain, repeat
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from strategies import sizes
 
@@ -392,6 +392,48 @@ def test_number_of_parts_is_foretold(total, own, tail, limit, least, most, wante
             plan.hand_out(size)
     if most is not None:
         assert plan.batches <= most
+
+
+@given(total=totals, unit=own_sizes, window=st.integers(2, 4), drop=st.booleans())
+def test_accumulated_batches_are_the_loaders_own(total, unit, window, drop):
+    """At the initial size parts are what a plain loader gives, its incomplete batch too or not, in windows of k."""
+    own = unit * window
+    assume(total >= own)
+    plan = EpochPlan(total, own, "drop" if drop else "keep", device_limit=unit, unit=unit, drop_unit=drop)
+    told = plan.batches_left(own)
+    full, rest = divmod(total, unit)
+    plain = [unit] * full + [rest] * (rest > 0 and not drop)
+    assert in_parts(plan, [own]) == [plain[start : start + window] for start in range(0, len(plain), window)]
+    assert told == len(plain)
+
+
+@given(
+    total=totals,
+    unit=own_sizes,
+    window=st.integers(2, 4),
+    tail=tails,
+    drop=st.booleans(),
+    limit=st.none() | device_limits,
+    wanted=sizes,
+)
+def test_units_are_dropped_only_where_they_are_incomplete(total, unit, window, tail, drop, limit, wanted):
+    """Whatever the sizes are: nothing is trained that "keep" would not, and every count comes true."""
+    own, drop = unit * window, drop and tail == "drop"
+    limits = {"device_limit": min(unit, limit or unit), "unit": unit}
+    plan = EpochPlan(total, own, tail, **limits, drop_unit=drop)
+    strict = sum(run(EpochPlan(total, own, tail), wanted))
+    last = wanted[-1]
+    for size in chain(wanted, repeat(last)):
+        told = plan.batches_left(size)
+        rest = copied(plan)
+        assert told == sum(map(len, in_parts(rest, [size])))
+        if plan.hand_out(size) == 0:
+            break
+        while plan.rest:
+            plan.hand_out(size)
+    assert strict <= plan.consumed <= total
+    if drop and plan.last_size == own:
+        assert plan.left < unit
 
 
 @given(total=totals, own=own_sizes, tail=tails, limit=device_limits, most=st.integers(1, 12), wanted=sizes)

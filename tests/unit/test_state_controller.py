@@ -104,6 +104,7 @@ def test_a_state_says_where_the_run_stands():
     assert state == {
         "updates": 2,
         "samples": 21,
+        "epochs": 0.21,
         "skipped": 2,
         "evaluated": 0,
         "initial_batch_size": 8,
