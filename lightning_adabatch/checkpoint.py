@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
 
+from lightning_adabatch.plain import plain
+
 VERSION = 1
 FRESH: dict[str, Any] = {"version": VERSION, "begun": False}  # of a run that has not begun to train
 
@@ -42,7 +44,8 @@ class Snapshot:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`from_state_dict` reads."""
-        return {"version": VERSION, "begun": True, **asdict(self)}
+        state: dict[str, Any] = plain({"version": VERSION, "begun": True, **asdict(self)})
+        return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Snapshot | None:

@@ -132,7 +132,8 @@ class Division:
         if not self._in_parts:
             return device
         plan = self._bridge.slot.live.plan
-        return min(plan.unit, device) if plan.filled else -(-device // plan.parts(device))
+        parts = (device == plan.last_size and plan.part + plan.parts_left) or plan.parts(device)
+        return min(plan.unit, device) if plan.filled else -(-device // parts)
 
     def _watch_memory(self) -> None:
         """Have an update that does not fit into memory divided, where this can be."""

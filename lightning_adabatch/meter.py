@@ -83,6 +83,11 @@ class Meter:
             share = share * samples if samples and not share_of else share
             self._loss = share if self._loss is None else self._loss + share
 
+    @property
+    def saw_gradients(self) -> bool:
+        """Whether the row that is open has gradients of any optimizer."""
+        return bool(self._norms)
+
     def gradients(self, gradients: list[Tensor], optimizer: int = 0, scale: float = 1.0) -> None:
         """Take an optimizer's gradients, unscaled and before clipping; the first call for it in a row counts.
 

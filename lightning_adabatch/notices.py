@@ -23,7 +23,7 @@ class Notices:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._loss_is_due = True
+        self._loss_is_due = self._gradients_are_due = True
         self.tail_is_due = False
 
     def no_loss(self, *, manual: bool) -> None:
@@ -41,6 +41,17 @@ class Notices:
             else "Return the loss from training_step, as a tensor or under 'loss' in a dict"
         )
         rank_zero_warn(f"AdaptiveBatchSize: no loss was seen, which {self._policy!r} follows. {remedy}.")
+
+    def no_gradients(self) -> None:
+        """Say that the policy follows gradients, and how they are to be shown."""
+        if not self._gradients_are_due:
+            return
+        self._gradients_are_due = False
+        rank_zero_warn(
+            f"AdaptiveBatchSize: no gradients were seen, which {self._policy!r} follows, so that no decision is made. "
+            "They are measured when Lightning steps the optimizer: call optimizer.step(closure) on what "
+            "self.optimizers() or optimizer_step gives you, and not on the optimizer inside of it."
+        )
 
     def small_tail(self, trained: int, wanted: int, initial: int) -> None:
         """Say that an epoch's last batch is much smaller than the others.

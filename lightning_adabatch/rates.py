@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_adabatch.lr import LRFactor, planned_steps
@@ -25,11 +27,13 @@ class Rates:
         self._trainer = trainer
         self._settings = settings
         self._factor = LRFactor([])
+        self._finetuning: list[BaseFinetuning] = []
 
     def take_hold(self) -> None:
         """Take hold of the optimizers and schedulers that the Trainer has."""
         self._factor = LRFactor(self._trainer.optimizers)
         self.guard_schedulers()
+        self._guard_finetuning()
         self._notice_planned_schedulers()
 
     def follow(self) -> bool:
@@ -72,6 +76,22 @@ class Rates:
     def release(self) -> None:
         """Put the base learning rates back; safe to call twice."""
         self._factor.release()
+        while self._finetuning:
+            del self._finetuning.pop().finetune_function  # the method of the class is behind it
+
+    def _guard_finetuning(self) -> None:
+        """Have the factor off while parameters are unfrozen: their learning rate is made of the first group's."""
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # set late
+            if isinstance(callback, BaseFinetuning) and "finetune_function" not in vars(callback):
+                callback.finetune_function = self._without_factor(callback.finetune_function)  # type: ignore[method-assign]
+                self._finetuning.append(callback)
+
+    def _without_factor(self, function: Callable[..., None]) -> Callable[..., None]:
+        def bare(*args: Any, **kwargs: Any) -> None:
+            with self._factor.off():
+                function(*args, **kwargs)
+
+        return bare
 
     def _notice_planned_schedulers(self) -> None:
         """Say once what a change of size means for schedules that are planned in updates."""

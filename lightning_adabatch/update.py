@@ -20,6 +20,7 @@ class Update:
         meter: Takes what is measured.
         scaler: A gradient scaler, by which the loss is multiplied, or None.
         loss_unseen: Called when an optimizer stepped under manual optimization and no backward pass was seen.
+        gradients_unseen: Called when optimizers stepped past what could have shown their gradients.
 
     Attributes:
         meter: Takes what is measured.
@@ -32,13 +33,16 @@ class Update:
         loss_seen: Whether any batch so far showed its loss.
     """
 
-    def __init__(self, meter: Meter, scaler: Any, loss_unseen: Callable[[], None]) -> None:
+    def __init__(
+        self, meter: Meter, scaler: Any, loss_unseen: Callable[[], None], gradients_unseen: Callable[[], None]
+    ) -> None:
         self.meter = meter
         self.batch: Any = None
         self.manual = False
         self.loss_seen = False
         self._scaler = scaler
         self._loss_unseen = loss_unseen
+        self._gradients_unseen = gradients_unseen
         self._hooks: list[Any] = []
         self.begin()
 
@@ -46,6 +50,8 @@ class Update:
         """Note every step of these from now on, and of no others."""
         self.release()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        if self.manual and self._scaler is None:
+            self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
     def begin(self) -> None:
         """Forget what an update that never reached its end left behind."""
@@ -84,6 +90,8 @@ class Update:
         self.closed = True
         if self.manual and not self.had_backward and self.meter.measures_loss:
             self._loss_unseen()
+        if self.meter.measures_norm and not self.meter.saw_gradients:
+            self._gradients_unseen()
 
     def end(self) -> None:
         """Let go of the batch, and begin the next update."""
@@ -98,6 +106,11 @@ class Update:
     def _unscaled(self, value: Tensor) -> Tensor:
         scaler = self._scaler
         return value if scaler is None else value.detach() / scaler.scale(torch.ones_like(value))
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # Of an optimizer that Lightning did not wrap. What Lightning steps comes with a closure, and is measured in it.
+        if args[1:] in {(), (None,)} and kwargs.get("closure") is None:  # the first one is the optimizer
+            self.take_gradients(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs

@@ -16,6 +16,7 @@ from lightning_adabatch import generators
 from lightning_adabatch.loader.order import order_of
 from lightning_adabatch.loader.plan import BlockPlan, EpochPlan
 from lightning_adabatch.loader.sizes import SizeInForce
+from lightning_adabatch.plain import plain
 
 # So many of the indices before a place are remembered by what they look like, to know the order again.
 _WITNESSES = 8
@@ -122,7 +123,7 @@ class BlockSampler(Sampler[list[Any]]):
 
     def witnesses(self, consumed: int) -> list[str]:
         """Return what the last few indices before a place look like."""
-        return [repr(index) for index in self._between(consumed - _WITNESSES, consumed)]
+        return [repr(plain(index)) for index in self._between(consumed - _WITNESSES, consumed)]
 
     def replay(self, started: dict[str, Any], witnesses: list[str] | None, *, finished: bool) -> bool:
         """Begin the sampler as it had begun, and go past what was handed out; whether the order is the same.
@@ -147,7 +148,7 @@ class BlockSampler(Sampler[list[Any]]):
                 self.see(self.plan.consumed + len(self._ahead) + 1)
             else:
                 self._exhaust(int(self.blocks.available) - self.plan.consumed)
-        return witnesses is None or [repr(index) for index in passed] == witnesses
+        return witnesses is None or [repr(plain(index)) for index in passed] == witnesses
 
     def own_states(self) -> list[torch.Tensor]:
         """Return the states of the own generators before the sampler began."""

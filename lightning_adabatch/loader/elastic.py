@@ -179,8 +179,8 @@ class ElasticLoader:
             TypeError: If nobody knows how many there will be.
         """
         latest = self._latest_pass
-        fresh = latest is None or self.waits
-        length = self._nominal_length() if self.nominal else self.fresh_length if fresh else latest.length
+        now = self.fresh_length if latest is None or self.waits else latest.length
+        length = self._nominal_length() if self.nominal else now
         if length == math.inf:
             raise TypeError(f"nobody knows how many batches {type(self.dataset).__name__} has")
         return int(length)

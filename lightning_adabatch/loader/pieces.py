@@ -53,7 +53,11 @@ class BlockStream:
         except StopIteration:
             return 0
         length, block = self._length_of(arrived)
-        self._pieces.append(Piece(unpack(block) if isinstance(block, Parcel) else block, 0, length, length))
+        if isinstance(block, Parcel):
+            block = unpack(block)
+            if not isinstance(block, list) or len(block) != length:
+                raise _not_samples(block, length)
+        self._pieces.append(Piece(block, 0, length, length))
         self.held += length
         return length
 
@@ -78,3 +82,13 @@ class BlockStream:
             size -= samples
             self.held -= samples
         return taken
+
+
+def _not_samples(block: Any, length: int) -> TypeError:
+    """Return the error for a data set whose ``__getitems__`` returns a batch, of which nobody knows how to cut it."""
+    return TypeError(
+        f"The data set's __getitems__ returned a {type(block).__name__} for {length} indices. With num_workers > 0 and "
+        "a collate_fn of your own, samples are collated once the batch size is known, so that it must be a list with "
+        "one entry per index. Return such a list and collate it in collate_fn, remove __getitems__, or set "
+        "num_workers=0."
+    )

@@ -38,7 +38,8 @@ class EpochPlan:
         open: More samples may follow than ``total``, the ones that are known: see :meth:`see`.
         device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
-        least_parts: Every batch is handed out in so many parts at least, as far as it has the samples.
+        least_parts: Every batch is handed out in so many parts at least, as far as it has the samples; what is left of
+            an epoch only if no part has a single sample then.
         unit: Samples of one of the user's batches, of which ``own_size`` has several; 0 for none. What is left after
             batches of ``own_size`` is handed out in such parts, as far as it fills them, as it was without us,
         drop_unit: and where incomplete batches are dropped, an incomplete one of these is.
@@ -123,9 +124,9 @@ class EpochPlan:
             self.over = self.left < self._least_to_follow() or self.batches == self.max_batches
         return handed
 
-    def parts(self, size: int) -> int:
-        """Return in how many parts a batch is handed out."""
-        return parts_of(size, self.device_limit, self.least_parts)
+    def parts(self, size: int, *, left: bool = False) -> int:
+        """Return in how many parts a batch is handed out; ``left``: it is what is left of an epoch."""
+        return parts_of(size, self.device_limit, 1 if left and size < 2 * self.least_parts else self.least_parts)
 
     @property
     def in_parts(self) -> bool:
@@ -136,7 +137,7 @@ class EpochPlan:
         batch = self.next_size(size)
         if batch == 0:
             return False
-        self._divide(batch)
+        self._divide(batch, left=batch < size)
         self.filled = size == self.own_size and self.parts_left * self.unit >= batch > (self.parts_left - 1) * self.unit
         return True
 
@@ -148,8 +149,8 @@ class EpochPlan:
         self.over = self.filled = False
         self._divide(self.last_size)
 
-    def _divide(self, batch: int) -> None:
-        parts = self.parts(batch)
+    def _divide(self, batch: int, *, left: bool = False) -> None:
+        parts = self.parts(batch, left=left)
         if self.max_batches is not None and parts > self.max_batches - self.batches:
             parts = self.max_batches - self.batches  # the last batch is as large as the parts that there may be
             batch = min(batch, parts * (self.device_limit or batch))
@@ -167,7 +168,7 @@ class EpochPlan:
             if joins:
                 count += self.parts(size + 1) - self.parts(size)
             elif rest:
-                count += self.parts(rest)
+                count += self.parts(rest, left=True)
         else:
             fitting = size if size <= left else self._size_in_force(left)
             full, rest = divmod(left, fitting) if fitting else (0, 0)

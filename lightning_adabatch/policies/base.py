@@ -12,6 +12,8 @@ from typing import Any, Generic
 
 from typing_extensions import TypeVar
 
+from lightning_adabatch.plain import plain
+
 State = TypeVar("State", default=Any)
 
 #: What a policy can ask for in ``requires`` that comes with every observation.
@@ -151,7 +153,7 @@ class Policy(ABC, Generic[State]):
 
 def dump_state(policy: Policy[Any], state: Any) -> dict[str, Any]:
     """Return a policy's state as plain numbers, with the name of the class that it belongs to."""
-    return {"class": _name(policy.state_owner), "state": _plain(_fields(state) if _has_fields(state) else state)}
+    return {"class": _name(policy.state_owner), "state": plain(_fields(state) if _has_fields(state) else state)}
 
 
 def load_state(policy: Policy[Any], dumped: Mapping[str, Any]) -> Any:
@@ -173,15 +175,6 @@ def load_state(policy: Policy[Any], dumped: Mapping[str, Any]) -> Any:
 
 def _name(policy: Policy[Any]) -> str:
     return f"{type(policy).__module__}.{type(policy).__qualname__}"
-
-
-def _plain(value: Any) -> Any:
-    """Return numbers of NumPy or torch as Python's, in dicts and lists too: others cannot be read back safely."""
-    if getattr(value, "shape", None) == ():
-        return value.item()
-    if type(value) is dict:
-        return {name: _plain(part) for name, part in value.items()}
-    return type(value)(map(_plain, value)) if type(value) in {list, tuple} else value
 
 
 def _has_fields(state: Any) -> bool:

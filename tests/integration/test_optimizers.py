@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Recorder, Watch, adapt, fit, loader, observe
@@ -131,3 +133,82 @@ def test_fused_optimizer_under_a_scaler_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"a fused optimizer with precision='16-mixed'.*fused=False"):
         fit(Fused(), loader(64, 8), callbacks=[adapt(8)], plugins=half(), root=tmp_path)
     fit(Fused(), loader(64, 8), callbacks=[adapt(8)], epochs=1, root=tmp_path)
+
+
+class ByHand(Recorder):
+    """Steps its optimizer by hand: the one that Lightning wrapped, or the one inside of it."""
+
+    def __init__(self, *, wrapped: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.wrapped = wrapped
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers(use_pl_optimizer=self.wrapped)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_gradients_of_an_optimizer_that_is_not_wrapped(tmp_path):
+    """The same observations and decisions as with the wrapped one."""
+    rows = []
+    for wrapped in (True, False):
+        ours = AdaptiveBatchSize(RadaDamp(rho=0.5, grad_norm_weight=5.0), max_batch_size=32)
+        watch = Watch(ours)
+        fit(ByHand(wrapped=wrapped), loader(60, 4), callbacks=[ours, watch], epochs=2, root=tmp_path)
+        rows.append((watch.observations, watch.sizes))
+    assert rows[0] == rows[1]
+    assert len(set(rows[0][1])) > 2
+
+
+def test_gradients_that_nobody_shows_are_named(tmp_path):
+    """A step past Lightning, with its closure, shows no gradients: one warning, with the remedy."""
+
+    class Past(Recorder):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer.optimizer.step(optimizer_closure)
+
+    with pytest.warns(UserWarning, match="no gradients were seen.*optimizer_step gives you") as told:
+        fit(Past(), loader(20, 4), callbacks=[AdaptiveBatchSize(RadaDamp())], epochs=1, root=tmp_path)
+    assert sum("no gradients were seen" in str(one.message) for one in told) == 1
+
+
+class Unfreezes(BaseFinetuning):
+    """Unfreezes the first layer in the third epoch, at a tenth of the first group's learning rate."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer)
+
+
+class Layers(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+
+    def loss(self, x, y):
+        return super().loss(self.first(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, self.parameters()), 0.1)
+
+
+def test_finetuning_takes_the_rate_without_the_factor(tmp_path):
+    """The rate of a group that is added is made of the first one's: the factor counts once, and is given back."""
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer, *args):
+            seen.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    finetuning = Unfreezes()
+    ours = adapt(4, 16, max_batch_size=8)
+    trainer = fit(Layers(), loader(32, 4), callbacks=[finetuning, ours, Looks()], epochs=4, root=tmp_path)
+    assert seen[-1] == pytest.approx([0.05, 0.005])
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.01]
+    assert "finetune_function" not in vars(finetuning)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -238,6 +239,21 @@ def weighted(generator=None):
     return lambda: train_loader(sampler=WeightedRandomSampler(weights, SAMPLES, generator=generator and generator()))
 
 
+class NumPySampler(torch.utils.data.Sampler):
+    """Its indices and its epoch are NumPy's integers."""
+
+    epoch = np.int64(0)
+
+    def __len__(self):
+        return SAMPLES
+
+    def set_epoch(self, epoch):
+        self.epoch = np.int64(epoch)
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(SAMPLES))
+
+
 def own_generator(start: int = 5):
     return lambda: torch.Generator().manual_seed(start)
 
@@ -278,6 +294,9 @@ VARIANTS = {
     "WeightedRandomSampler": replace(BASE, train=weighted()),
     "WeightedRandomSampler, own generator": replace(BASE, train=weighted(own_generator())),
     "DataLoader(generator=...)": replace(BASE, train=lambda: train_loader(generator=own_generator()())),
+    "NumPy's sampler, carried": Setup(
+        scripted(tail="carry"), train=lambda: train_loader(sampler=NumPySampler()), trainer={"epochs": 4}
+    ),
     "not shuffled": replace(BASE, train=lambda: train_loader(shuffle=False)),
     "RadaDamp under the cap": Setup(radadamp(max_batch_size=6)),
     "wait, multiples and linear scaling": Setup(radadamp(wait=5, multiple_of=2, dwell=3, lr_scaling="linear")),

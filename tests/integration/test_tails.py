@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Recorder, Streamed, adapt, fit, loader
+from models import Recorder, Streamed, adapt, fit, loader, quiet
 from torch.utils.data import DataLoader
 
 from lightning_adabatch import AdaptiveBatchSize, Constant, Schedule
@@ -172,3 +173,32 @@ def test_small_last_batch_in_parts_is_named(caplog, tmp_path):
     ours = adapt(4, 20, max_device_batch_size=4)
     (message,) = said(ours, loader(66, 4), caplog, tmp_path)
     assert "had 2 samples instead of 20" in message
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop"])
+def test_what_was_carried_is_trained_once_by_a_run_that_carries_no_longer(tail, tmp_path):
+    """A checkpoint of a run with tail="carry", gone on from with another: no sample is trained again and again."""
+    first = adapt(4, 20, tail="carry")
+    trainer = fit(Recorder(), loader(66, 4), callbacks=[first], epochs=1, root=tmp_path)
+    trainer.save_checkpoint(tmp_path / "carried.ckpt")
+    assert first.samples == 64
+    module, ours = Recorder(), adapt(4, 20, tail=tail)
+    trainer = quiet(callbacks=[ours], epochs=4, root=tmp_path)
+    trainer.fit(module, loader(66, 4), ckpt_path=tmp_path / "carried.ckpt")
+    assert [len(module.seen_in(epoch)) for epoch in (1, 2, 3)] == ([66, 66, 66] if tail == "keep" else [60, 60, 60])
+    assert sum(module.seen_in(1).values()) == (68 if tail == "keep" else 60)
+    assert [max(module.seen_in(epoch).values()) for epoch in (2, 3)] == [1, 1]
+
+
+@pytest.mark.parametrize("batches", [1, None])
+def test_a_look_at_the_data_carries_nothing(batches, tmp_path):
+    """Statistics of the training set, taken in on_train_epoch_start: the epochs have the same samples."""
+
+    class Looks(Recorder):
+        def on_train_epoch_start(self):
+            assert [len(batch) for batch in islice(self.trainer.train_dataloader, batches)]
+
+    plain, looks = Recorder(), Looks()
+    for module in (plain, looks):
+        fit(module, loader(103, 10), callbacks=[adapt(10, 13, 17, 9, 12, tail="carry")], epochs=4, root=tmp_path)
+    assert [batch.indices for batch in looks.batches] == [batch.indices for batch in plain.batches]

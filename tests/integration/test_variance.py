@@ -120,3 +120,19 @@ def test_the_smallest_batch_has_two_samples(tmp_path):
     """A rule that asks for a single sample gets two: it would see no variance any more."""
     updates, _, _ = train([8, 1, 1], root=tmp_path)
     assert [len(part) for part in updates[1]] == [1, 1]
+
+
+@pytest.mark.parametrize("rest", [1, 2, 3, 4])
+def test_rest_of_an_epoch_is_no_part_of_one_sample(rest, tmp_path):
+    """Batch normalization survives what is left: fewer than four samples are one part, and show no variance."""
+
+    class Normalised(Recorder):
+        def __init__(self) -> None:
+            super().__init__(lr=0.0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+
+    updates, seen, ours = train([10], samples=40 + rest, batch_size=8, module=Normalised(), epochs=1, root=tmp_path)
+    last = [len(part) for part in updates[-1]]
+    assert last == {1: [6, 5], 2: [2], 3: [3], 4: [2, 2]}[rest]
+    assert len(seen) == 4 + (rest == 4)
+    assert ours.samples == 40 + rest

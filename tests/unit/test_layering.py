@@ -16,7 +16,8 @@ PACKAGE = ROOT.name
 
 #: What each layer may import of this package; a layer is a module or a folder directly below the package.
 LAYERS: dict[str, set[str]] = {
-    "policies": set(),
+    "plain": set(),
+    "policies": {"plain"},
     "limits": set(),
     "controller": {"limits", "policies"},
     "report": set(),
@@ -25,8 +26,8 @@ LAYERS: dict[str, set[str]] = {
     "lr": set(),
     "generators": set(),
     "ranks": set(),
-    "checkpoint": set(),
-    "loader": {"generators"},
+    "checkpoint": {"plain"},
+    "loader": {"generators", "plain"},
     "settings": {"controller", "limits", "loader", "policies"},
     "sinks": {"report"},
     "guards": {"loader", "settings"},
@@ -51,7 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "__init__": {"callback", "policies"},
 }
 
-PURE = {"policies", "limits", "controller", "report", "validation", "checkpoint"}
+PURE = {"plain", "policies", "limits", "controller", "report", "validation", "checkpoint"}
 TORCH_ONLY = {"loader", "meter", "lr", "generators", "ranks", "update", "diversity", "subset"}
 POLICIES_MAY_IMPORT = {"__future__", "abc", "collections", "dataclasses", "math", "typing", "typing_extensions"}
 

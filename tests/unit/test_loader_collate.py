@@ -249,3 +249,45 @@ def test_data_sets_that_fetch_in_bulk(workers, collate_fn):
     found = batches_of(Bulk(), workers, collate_fn)
     assert [len(batch) for batch in found] == SIZES
     assert torch.cat(found).flatten().tolist() == list(range(LENGTH))
+
+
+class Together(Dataset):
+    """Fetches many samples at once: as a list of them, or as a batch."""
+
+    def __init__(self, *, as_a_list):
+        self.as_a_list = as_a_list
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.tensor(-index)
+
+    def __getitems__(self, indices):
+        rows = torch.tensor(indices)
+        return [self[index] for index in indices] if self.as_a_list else (rows, -rows)
+
+
+def as_it_is(batch):
+    return batch
+
+
+def pairs(samples):
+    return default_collate(samples)
+
+
+@WORKERS
+def test_samples_that_are_fetched_together(workers):
+    """A list with one entry per index is cut like any other."""
+    for batch, samples in zip(
+        batches_of(Together(as_a_list=True), workers, pairs), samples_of(lambda index: (index, -index)), strict=True
+    ):
+        assert list(zip(*(part.tolist() for part in batch), strict=True)) == samples
+
+
+def test_batches_that_are_fetched_as_such():
+    """With workers a block of a batch's form cannot be cut, and is refused by name; without them nothing is cut."""
+    for batch, samples in zip(batches_of(Together(as_a_list=False), 0, as_it_is), SIZES, strict=True):
+        assert [len(part) for part in batch] == [samples, samples]
+    with pytest.raises(TypeError, match=r"__getitems__ returned a tuple for 4 indices.*set num_workers=0"):
+        batches_of(Together(as_a_list=False), 2, as_it_is)

@@ -393,3 +393,19 @@ def test_one_cycle_is_held_at_its_end():
 def test_planned_steps(make, steps):
     """Schedules that are planned in steps are known, also as parts of others."""
     assert planned_steps(make(optimizer())) == steps
+
+
+def test_a_rate_that_is_assigned_counts_also_if_it_is_what_was_shown():
+    """A schedule of the user's that falls as the factor does: both count."""
+    opt = optimizer()
+    factor = LRFactor([opt])
+    factor.set(0.5)
+    shown = opt.param_groups[0]["lr"]
+    opt.param_groups[0]["lr"] = shown  # put back what was read
+    factor.refresh()
+    assert opt.param_groups[0]["lr"] == shown
+    opt.param_groups[0]["lr"] = float(str(shown))  # another number, which is equal
+    factor.refresh()
+    assert opt.param_groups[0]["lr"] == 0.5 * shown
+    factor.release()
+    assert opt.param_groups[0]["lr"] == shown

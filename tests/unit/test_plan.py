@@ -357,11 +357,14 @@ def test_parts_make_the_batches_that_are_handed_out_whole(total, own, tail, limi
     plan = EpochPlan(total, own, tail, device_limit=limit, least_parts=least)
     batches = in_parts(plan, wanted)
     assert [sum(parts) for parts in batches] == run(EpochPlan(total, own, tail), wanted)
-    for parts in batches:
+    for size, parts in zip(chain(wanted, repeat(wanted[-1])), batches, strict=False):
         assert limit is None or max(parts) <= limit
         assert max(parts) - min(parts) <= 1
         assert parts == sorted(parts, reverse=True)
-        assert len(parts) == max(-(-sum(parts) // (limit or sum(parts))), min(least, sum(parts)))
+        together = sum(parts)
+        # What is left of an epoch is not divided so that a part of one sample comes of it.
+        at_least = 1 if together < min(size, 2 * least) and tail == "keep" else least
+        assert len(parts) == max(-(-together // (limit or together)), min(at_least, together))
     assert plan.batches == sum(map(len, batches))
 
 
