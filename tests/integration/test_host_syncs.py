@@ -107,6 +107,7 @@ def test_rule_that_measures_nothing_looks_at_nothing(policy, tmp_path):
     assert (seen, len(after)) == (Counter(), 20)
 
 
+@pytest.mark.filterwarnings("ignore:AdaptiveBatchSize. no gradients were seen")
 def test_what_is_counted_would_be_seen(tmp_path):
     """The count can fail: a hook that reads every parameter's norm is caught."""
 
