@@ -176,7 +176,7 @@ def test_variance_on_several_ranks(name, both):
         for batch, (before, after) in zip(result["batches"], pairwise([0, *result["updates"]]), strict=True):
             parts.append(batch["indices"])
             if after > before:
-                found += [tuple(parts)] * (len(parts) == 2)  # two samples that are left are one part
+                found.extend([tuple(parts)] * (len(parts) == 2))  # two samples that are left are one part
                 parts = []
     assert len(updates[0]) == len(results[0]["rows"]) >= 8
     for row, *ranks in zip(results[0]["rows"], *updates, strict=True):
