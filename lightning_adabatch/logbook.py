@@ -31,7 +31,8 @@ class Logbook:
         self._loggers = loggers
         self._gate = Gate(every if loggers else 0)
         self._device_size = device_size
-        self._unlogged: tuple[Decision, int] | None = None  # of the last update, if its record was not written
+        # Of the last update, if its record was not written: its decision, its samples, and those of one pass on a rank.
+        self._unlogged: tuple[Decision, int, int] | None = None
 
     def begin(self) -> None:
         """Prepare the loggers."""
@@ -40,9 +41,9 @@ class Logbook:
     def end_update(self, controller: Controller, used: Decision, trained: int) -> None:
         """Write the record of an update if it is time."""
         if self._gate.admits(controller.updates, trained):
-            self._write(controller, used, trained)
+            self._write(controller, used, trained, self._device_size(trained))
         else:
-            self._unlogged = used, trained
+            self._unlogged = used, trained, self._device_size(trained)
 
     def end_epoch(self, controller: Controller) -> None:
         """Write the epoch's last record, whatever ended the epoch."""
@@ -60,20 +61,21 @@ class Logbook:
         """
         gate, unlogged = copy.copy(self._gate), self._unlogged
         if updates is not None:
-            unlogged = None if gate.admits(updates, trained) else (used, trained)
-        return {"size": gate.logged_size, "last": unlogged and [*astuple(unlogged[0]), unlogged[1]]}
+            unlogged = None if gate.admits(updates, trained) else (used, trained, self._device_size(trained))
+        last = None if unlogged is None else [*astuple(unlogged[0]), unlogged[1]]
+        return {"size": gate.logged_size, "last": last, "device": unlogged and unlogged[2]}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Take over the state of the process before."""
         last = state["last"]
         self._gate.logged_size = state["size"]
-        self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1])
+        # No key of this name in checkpoints of the first days.
+        self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1], state.get("device", last[-1]))
 
-    def _write(self, controller: Controller, used: Decision, trained: int) -> None:
+    def _write(self, controller: Controller, used: Decision, trained: int, device: int) -> None:
         self._unlogged = None
         latest = controller.latest
         observed = {} if latest is None else {name: getattr(latest, name) for name in OBSERVED}
-        device = self._device_size(trained)
         estimates = {**observed, **controller.policy.estimates(controller.state)}
         record = Record(
             batch_size=trained,

@@ -50,6 +50,8 @@ class LRFactor:
         self.factor = 1.0
         self._applied: dict[_Key, _Applied] = {}
         self._undo: list[tuple[Any, type]] = []
+        self._hooks: list[Any] = []
+        self._watch()
 
     @property
     def base(self) -> float:
@@ -80,6 +82,7 @@ class LRFactor:
         factor = self.factor
         self.set(1.0)
         self.optimizers = list(optimizers)
+        self._watch()
         self.set(factor)
 
     @contextmanager
@@ -125,9 +128,26 @@ class LRFactor:
     def release(self) -> None:
         """Give the base learning rates and the schedulers back."""
         self.set(1.0)
+        self._unwatch()
         while self._undo:
             scheduler, original = self._undo.pop()
             scheduler.__class__ = original
+
+    def _watch(self) -> None:
+        """Know the learning rates again that a user wrote down while the factor was on, and loads later."""
+        self._unwatch()
+        self._hooks = [one.register_load_state_dict_post_hook(self._loaded) for one in self.optimizers]
+
+    def _unwatch(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        number = next(index for index, one in enumerate(self.optimizers) if one is optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            applied = self._applied.get((number, index))
+            if applied is not None and not isinstance(group["lr"], Tensor) and applied.shown == group["lr"]:
+                group["lr"] = applied.shown
 
     def _groups(self) -> Iterator[tuple[_Key, dict[str, Any]]]:
         for number, optimizer in enumerate(self.optimizers):

@@ -109,7 +109,8 @@ class Update:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         # Of an optimizer that Lightning did not wrap. What Lightning steps comes with a closure, and is measured in it.
-        if args[1:] in {(), (None,)} and kwargs.get("closure") is None:  # the first one is the optimizer
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+        if closure is None:
             self.take_gradients(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

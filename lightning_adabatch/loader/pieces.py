@@ -55,7 +55,7 @@ class BlockStream:
         length, block = self._length_of(arrived)
         if isinstance(block, Parcel):
             block = unpack(block)
-            if not isinstance(block, list) or len(block) != length:
+            if not isinstance(block, (list, tuple)) or len(block) != length:
                 raise _not_samples(block, length)
         self._pieces.append(Piece(block, 0, length, length))
         self.held += length

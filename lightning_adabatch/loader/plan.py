@@ -38,8 +38,8 @@ class EpochPlan:
         open: More samples may follow than ``total``, the ones that are known: see :meth:`see`.
         device_limit: A batch of more samples is handed out in parts of about equal size, micro-batches that
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
-        least_parts: Every batch is handed out in so many parts at least, as far as it has the samples; what is left of
-            an epoch only if no part has a single sample then.
+        least_parts: Every batch is handed out in so many parts at least, as far as it has the samples; what is kept of
+            an epoch's rest only if no part has a single sample then.
         unit: Samples of one of the user's batches, of which ``own_size`` has several; 0 for none. What is left after
             batches of ``own_size`` is handed out in such parts, as far as it fills them, as it was without us,
         drop_unit: and where incomplete batches are dropped, an incomplete one of these is.
@@ -125,7 +125,7 @@ class EpochPlan:
         return handed
 
     def parts(self, size: int, *, left: bool = False) -> int:
-        """Return in how many parts a batch is handed out; ``left``: it is what is left of an epoch."""
+        """Return in how many parts a batch is handed out; ``left``: it is an epoch's rest that is kept."""
         return parts_of(size, self.device_limit, 1 if left and size < 2 * self.least_parts else self.least_parts)
 
     @property
@@ -137,8 +137,12 @@ class EpochPlan:
         batch = self.next_size(size)
         if batch == 0:
             return False
-        self._divide(batch, left=batch < size)
-        self.filled = size == self.own_size and self.parts_left * self.unit >= batch > (self.parts_left - 1) * self.unit
+        self._divide(batch, left=self.tail == "keep" and batch < size)
+        self.filled = (
+            size == self.own_size
+            and self.unit <= (self.device_limit or self.unit)
+            and self.parts_left * self.unit >= self.last_size > (self.parts_left - 1) * self.unit
+        )
         return True
 
     def begin_again(self, device_limit: int) -> None:

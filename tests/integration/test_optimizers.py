@@ -175,6 +175,31 @@ def test_gradients_that_nobody_shows_are_named(tmp_path):
     assert sum("no gradients were seen" in str(one.message) for one in told) == 1
 
 
+class Custom(torch.optim.SGD):
+    def step(self, closure=None, more=None):
+        assert more == [1]
+        return super().step(closure)
+
+
+def test_arguments_of_a_step_by_hand_are_its_own(tmp_path):
+    """What else an optimizer of the user's takes is not looked at."""
+
+    class Takes(ByHand):
+        def configure_optimizers(self):
+            return Custom(self.parameters(), 0.1)
+
+        def training_step(self, batch, batch_idx):
+            loss = Recorder.training_step(self, batch, batch_idx)
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step(None, [1])
+
+    ours = AdaptiveBatchSize(RadaDamp(rho=0.5, grad_norm_weight=5.0), max_batch_size=32)
+    fit(Takes(wrapped=False), loader(60, 4), callbacks=[ours], epochs=2, root=tmp_path)
+    assert ours.batch_size > 4
+
+
 class Unfreezes(BaseFinetuning):
     """Unfreezes the first layer in the third epoch, at a tenth of the first group's learning rate."""
 

@@ -409,3 +409,19 @@ def test_a_rate_that_is_assigned_counts_also_if_it_is_what_was_shown():
     assert opt.param_groups[0]["lr"] == 0.5 * shown
     factor.release()
     assert opt.param_groups[0]["lr"] == shown
+
+
+def test_a_state_that_was_written_down_is_known_again(tmp_path):
+    """A user's own snapshot of the optimizer, loaded while the factor is on: the factor does not compound."""
+    opt = optimizer()
+    base = opt.param_groups[0]["lr"]
+    factor = LRFactor([opt])
+    for now in (0.5, 0.25, 0.125):
+        factor.set(now)
+        torch.save(opt.state_dict(), tmp_path / "state.pt")
+        opt.load_state_dict(torch.load(tmp_path / "state.pt"))
+        factor.refresh()
+        assert opt.param_groups[0]["lr"] == base * now
+    factor.release()
+    assert opt.param_groups[0]["lr"] == base
+    assert not opt._optimizer_load_state_dict_post_hooks

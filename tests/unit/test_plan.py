@@ -417,12 +417,13 @@ def test_accumulated_batches_are_the_loaders_own(total, unit, window, drop):
     tail=tails,
     drop=st.booleans(),
     limit=st.none() | device_limits,
+    least=least_parts,
     wanted=sizes,
 )
-def test_units_are_dropped_only_where_they_are_incomplete(total, unit, window, tail, drop, limit, wanted):
+def test_units_are_dropped_only_where_they_are_incomplete(total, unit, window, tail, drop, limit, least, wanted):
     """Whatever the sizes are: nothing is trained that "keep" would not, and every count comes true."""
     own, drop = unit * window, drop and tail == "drop"
-    limits = {"device_limit": min(unit, limit or unit), "unit": unit}
+    limits = {"device_limit": min(unit, limit or unit), "unit": unit, "least_parts": least}
     plan = EpochPlan(total, own, tail, **limits, drop_unit=drop)
     strict = sum(run(EpochPlan(total, own, tail), wanted))
     last = wanted[-1]
@@ -432,8 +433,10 @@ def test_units_are_dropped_only_where_they_are_incomplete(total, unit, window, t
         assert told == sum(map(len, in_parts(rest, [size])))
         if plan.hand_out(size) == 0:
             break
+        assert plan.part_size <= limits["device_limit"]
         while plan.rest:
             plan.hand_out(size)
+            assert plan.part_size <= limits["device_limit"]
     assert strict <= plan.consumed <= total
     if drop and plan.last_size == own:
         assert plan.left < unit
