@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from models import Recorder, Scripted, Sizes, adapt, fit, loader, observe
+from models import Recorder, Scripted, Sizes, adapt, fit, loader, observe, quiet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_adabatch import AdaptiveBatchSize, RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, Constant, RadaDamp
 
 TAGS = {f"adabatch/{name}" for name in ("batch_size", "updates", "samples", "epochs", "lr_factor", "damping")}
 
@@ -158,6 +158,26 @@ def test_last_update_of_a_run_that_is_stopped(before, tmp_path):
     logged = events(logger.log_dir)
     assert "adabatch/batch_size" in logged.Tags()["scalars"]
     assert [step for step, _ in series(logged, "batch_size")] == [4]
+
+
+def test_device_size_of_a_last_update_that_is_logged_after_a_resume(tmp_path):
+    """The record of an epoch's last update, written by the process that goes on, is what the first one would write."""
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.is_last_batch:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    found = []
+    for name, more, path in (("uncut", [Saves()], None), ("resumed", [], tmp_path / "last.ckpt")):
+        logger = TensorBoardLogger(tmp_path, version=name)
+        callbacks = [AdaptiveBatchSize(Constant()), *more]
+        trainer = quiet(
+            callbacks=callbacks, logger=logger, epochs=1, accumulate_grad_batches=2, log_every_n_steps=50, root=tmp_path
+        )
+        trainer.fit(Recorder(), loader(22, 4), ckpt_path=path)
+        found.append(series(events(logger.log_dir), "device_batch_size"))
+    assert found == [[(3, 4.0)], [(3, 4.0)]]  # 4 and 2 of the last six samples
 
 
 def test_monitors_and_two_loggers(tmp_path):

@@ -252,10 +252,10 @@ def test_data_sets_that_fetch_in_bulk(workers, collate_fn):
 
 
 class Together(Dataset):
-    """Fetches many samples at once: as a list of them, or as a batch."""
+    """Fetches many samples at once: as a list or tuple of them, or as a batch."""
 
-    def __init__(self, *, as_a_list):
-        self.as_a_list = as_a_list
+    def __init__(self, kind=None):
+        self.kind = kind
 
     def __len__(self):
         return LENGTH
@@ -265,7 +265,7 @@ class Together(Dataset):
 
     def __getitems__(self, indices):
         rows = torch.tensor(indices)
-        return [self[index] for index in indices] if self.as_a_list else (rows, -rows)
+        return self.kind(self[index] for index in indices) if self.kind else (rows, -rows)
 
 
 def as_it_is(batch):
@@ -277,17 +277,17 @@ def pairs(samples):
 
 
 @WORKERS
-def test_samples_that_are_fetched_together(workers):
-    """A list with one entry per index is cut like any other."""
-    for batch, samples in zip(
-        batches_of(Together(as_a_list=True), workers, pairs), samples_of(lambda index: (index, -index)), strict=True
-    ):
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_samples_that_are_fetched_together(kind, workers):
+    """A list or a tuple with one entry per index is cut like any other."""
+    expected = samples_of(lambda index: (index, -index))
+    for batch, samples in zip(batches_of(Together(kind), workers, pairs), expected, strict=True):
         assert list(zip(*(part.tolist() for part in batch), strict=True)) == samples
 
 
 def test_batches_that_are_fetched_as_such():
     """With workers a block of a batch's form cannot be cut, and is refused by name; without them nothing is cut."""
-    for batch, samples in zip(batches_of(Together(as_a_list=False), 0, as_it_is), SIZES, strict=True):
+    for batch, samples in zip(batches_of(Together(), 0, as_it_is), SIZES, strict=True):
         assert [len(part) for part in batch] == [samples, samples]
     with pytest.raises(TypeError, match=r"__getitems__ returned a tuple for 4 indices.*set num_workers=0"):
-        batches_of(Together(as_a_list=False), 2, as_it_is)
+        batches_of(Together(), 2, as_it_is)
