@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_adabatch import guards
 from lightning_adabatch.bridge import Epoch, Slot, in_epoch
 from lightning_adabatch.checkpoint import Snapshot
-from lightning_adabatch.loader import ElasticLoader, for_ranks, lost
+from lightning_adabatch.loader import ElasticLoader, for_ranks, known_length, lost
 from lightning_adabatch.ranks import Ranks
 
 
@@ -67,7 +67,7 @@ class Places:
                     self._epoch.go_on(own["joined"])
             for number, one in enumerate(loaders):
                 one.place_at(None)
-                one.carried = self._carried(restored, number)
+                one.carried = self._carried(one, restored, number)
                 one.own_generators = _of_loader(own, number).get("own_generators", [])
 
         return end
@@ -83,7 +83,7 @@ class Places:
         if self._ranks.smallest(int(found)) == 0:
             for number, one in enumerate(loaders):
                 place = _of_loader(own, number).get("pass")
-                one.place_at(None if place is None else lost(place))
+                one.place_at(None if place is None else lost(_without_missing(place, one)))
             self._slot.begin_pass_again()
             rank_zero_warn(
                 f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
@@ -122,6 +122,7 @@ class Places:
         loader.shuffle_seed = self.shuffle_seed = own.get("shuffle_seed")
         place = own.get("pass")
         if place is not None:
+            place = _without_missing(place, loader)
             if not restored.whole and rank > 0:  # it is the first rank's
                 place = lost(place) if place["carried"] or place["order"] is None else {**place, "witnesses": None}
             samples = loader.epoch_samples
@@ -135,9 +136,19 @@ class Places:
                 "resume with adapt='lr', or from a checkpoint that was written at the end of an epoch",
             )
         else:
-            loader.carried = self._carried(restored, number)
+            loader.carried = carried = self._carried(loader, restored, number)
+            missing = len(self._all_carried(restored, number)) - len(carried)
+            if missing:
+                rank_zero_warn(
+                    f"AdaptiveBatchSize: {missing} of the samples that the checkpoint had left for the next epoch "
+                    f"(tail='carry') are not in the data any more, which has {known_length(loader.dataset)} samples "
+                    "now: they are not trained. For an exact resume keep the data as it was."
+                )
 
-    def _carried(self, restored: Snapshot, number: int) -> list[Any]:
+    def _carried(self, loader: ElasticLoader, restored: Snapshot, number: int) -> list[Any]:
+        return _still_there(self._all_carried(restored, number), loader)
+
+    def _all_carried(self, restored: Snapshot, number: int) -> list[Any]:
         rank, ranks = self._ranks.rank, self._ranks.count
         if number == 0:
             return restored.carried(rank, ranks)
@@ -150,6 +161,16 @@ def _of_loader(own: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     if number == 0:
         return own
     return others[number - 1] if number <= len(others) else {}
+
+
+def _still_there(carried: list[Any], loader: ElasticLoader) -> list[Any]:
+    """Return the indices that the data has: a run may go on with fewer samples."""
+    samples = known_length(loader.dataset)
+    return [index for index in carried if samples is None or not isinstance(index, int) or index < samples]
+
+
+def _without_missing(place: Mapping[str, Any], loader: ElasticLoader) -> dict[str, Any]:
+    return {**place, "carried": _still_there(place["carried"], loader)}
 
 
 def _nothing() -> None:

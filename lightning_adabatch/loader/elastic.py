@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from lightning_adabatch.loader.kinds import kind_of
 from lightning_adabatch.loader.passes import Pass
 from lightning_adabatch.loader.plan import EpochPlan, Tail
+from lightning_adabatch.loader.plans import Plans
 from lightning_adabatch.loader.sizes import SizeInForce
 from lightning_adabatch.loader.supply import Kind
 
@@ -88,11 +89,11 @@ class ElasticLoader:
         self.worker_init_fn = loader.worker_init_fn
         self.tail: Tail = tail or ("drop" if self.drop_last else "keep")
         self.nominal = self.waits = False
-        self._unit = self.own_batch_size if accumulate > 1 else 0
-        self._drop_unit = tail is None and self.drop_last and accumulate > 1
         self.max_batches = max_batches
         self.initial_batch_size = self.own_batch_size * accumulate
         self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit, least_parts)
+        drop_unit = tail is None and self.drop_last
+        self._plans = Plans(self.kind, self._size, self.tail, max_batches, accumulate=accumulate, drop_unit=drop_unit)
         self.ended: Callable[[Pass], None] | None = None
         self.trains: Callable[[Pass], bool] | None = None
         self._owned: DataLoader[Any] | None = None
@@ -126,7 +127,7 @@ class ElasticLoader:
     @property
     def sized(self) -> bool:
         """Whether it has a length, be it an estimate."""
-        return self._nominal_length() < math.inf
+        return self._plans.nominal_length() < math.inf
 
     def agree(self, samples: int) -> None:
         """Use no more of the sampler's indices than the rank with the fewest has."""
@@ -157,10 +158,7 @@ class ElasticLoader:
     def fresh_length(self) -> int | float:
         """Batches of a pass that starts now and keeps the size in force; ``math.inf`` where nobody knows."""
         self._size.refresh()
-        if self.waits:
-            first = self._size.beginning(self.initial_batch_size)
-            return self.kind.batches_left(self._plan(0, first.device_limit), first.batch_size)
-        return self.kind.batches_left(self._fresh_plan(), self.batch_size)
+        return self._plans.first_length() if self.waits else self._plans.length(len(self.carried))
 
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""
@@ -180,7 +178,7 @@ class ElasticLoader:
         """
         latest = self._latest_pass
         now = self.fresh_length if latest is None or self.waits else latest.length
-        length = self._nominal_length() if self.nominal else now
+        length = self._plans.nominal_length() if self.nominal else now
         if length == math.inf:
             raise TypeError(f"nobody knows how many batches {type(self.dataset).__name__} has")
         return int(length)
@@ -264,20 +262,20 @@ class ElasticLoader:
     def _begin(self) -> Pass:
         assert self._owned is not None  # for the type checker: __iter__ made it
         base_state = (self.loader.generator or torch.default_generator).get_state()
-        supply = self.kind.begin(self._owned, self._fresh_plan(), self._size, self.carried)
+        supply = self.kind.begin(self._owned, self._plans.make(len(self.carried)), self._size, self.carried)
         return Pass(supply, self.kind, self._size, base_state, self._handed_out, self._keeps)
 
     def _go_on(self, place: dict[str, Any]) -> Pass:
         """Begin a pass where another one stood; leaves the global generators anywhere."""
         assert self._owned is not None  # for the type checker: __iter__ made it
-        plan = self._fresh_plan()
+        plan = self._plans.make(len(self.carried))
         plan.batches, plan.last_size, plan.consumed = place["batches"], place["last_size"], place["consumed"]
         plan.over = place["over"] or (self.max_batches is not None and plan.batches >= self.max_batches)
         plan.see(plan.consumed, more=True)
         supply = None if place.get("lost") else self.kind.go_on(self._owned, plan, self._size, place)
         self.lost_place = supply is None
         if supply is None:
-            plan = self._fresh_plan()
+            plan = self._plans.make(len(self.carried))
             plan.batches, plan.last_size = place["batches"], place["last_size"]
             plan.over = plan.over or plan.batches == self.max_batches
             supply = self.kind.begin(self._owned, plan, self._size, self.carried)
@@ -292,37 +290,6 @@ class ElasticLoader:
     def own_generators(self, states: list[torch.Tensor]) -> None:
         for one, state in zip(self.kind.generators, states, strict=False):
             one.set_state(state.cpu())
-
-    def _fresh_plan(self) -> EpochPlan:
-        return self._plan(len(self.carried), self._size.device_limit)
-
-    def _plan(self, carried: int, device_limit: int | None) -> EpochPlan:
-        unknown = self.available() is None
-        total = 0 if unknown else int(self.epoch_samples) + carried
-        return EpochPlan(
-            total,
-            self.initial_batch_size,
-            self.tail,
-            self.max_batches,
-            open=unknown,
-            most=self._size.max_samples if unknown else None,
-            device_limit=device_limit,
-            least_parts=self._size.least_parts,
-            unit=self._unit,
-            drop_unit=self._drop_unit,
-        )
-
-    def _nominal_length(self) -> int | float:
-        """Return the length of the user's loader, whatever the size in force and the limits of the Trainer."""
-        if self.kind.in_batches:
-            return self.kind.batches_left(EpochPlan(0, self.own_batch_size, "keep", open=True), self.own_batch_size)
-        samples = self.available()
-        samples = self.kind.hint() if samples is None else samples
-        if samples is None:
-            return math.inf
-        full, rest = divmod(samples, self.own_batch_size)
-        # Even where the user's loader would have none: no epoch is empty.
-        return full + (rest > 0 and not (self.drop_last and full > 0))
 
     def _keeps(self, plan: EpochPlan) -> bool:
         return self.keep is not None and self.keep(plan)

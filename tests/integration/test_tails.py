@@ -190,6 +190,21 @@ def test_what_was_carried_is_trained_once_by_a_run_that_carries_no_longer(tail, 
     assert [max(module.seen_in(epoch).values()) for epoch in (2, 3)] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("steps", "says"), [(4, "2 of the samples that the checkpoint had left"), (6, "order of the epoch")]
+)
+def test_what_was_carried_may_be_gone(steps, says, tmp_path):
+    """A checkpoint of an epoch's end or middle, gone on from with fewer data: all are trained, and it is said."""
+    trainer = quiet(callbacks=[adapt(4, 20, tail="carry")], max_steps=steps, root=tmp_path)
+    trainer.fit(Recorder(), loader(66, 4, shuffle=False))
+    trainer.save_checkpoint(tmp_path / "carried.ckpt")  # with 64 and 65 carried
+    resumed = Recorder()
+    trainer = quiet(callbacks=[adapt(4, 20, tail="carry")], epochs=3, root=tmp_path)
+    with pytest.warns(UserWarning, match=says):
+        trainer.fit(resumed, loader(40, 4), ckpt_path=tmp_path / "carried.ckpt")
+    assert [len(resumed.seen_in(epoch)) for epoch in (1, 2)] == [40, 40]
+
+
 @pytest.mark.parametrize("batches", [1, None])
 def test_a_look_at_the_data_carries_nothing(batches, tmp_path):
     """Statistics of the training set, taken in on_train_epoch_start: the epochs have the same samples."""
