@@ -154,7 +154,7 @@ class AdaptiveBatchSize(pl.Callback):
     def _restored_number(self, name: str) -> float:
         if self._restored is None:
             return 0
-        number = self._restored.rule.get(name, 0)  # not all were in checkpoints of the first days
+        number = self._restored.rule[name]
         return math.nan if number is None else float(number)
 
     # What it does -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Snapshot:
     own: Sequence[Mapping[str, Any]]
     whole: bool
     inside_step: bool
-    device_limit: int | None = None  # no key of this name in checkpoints of the first days
+    device_limit: int | None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`from_state_dict` reads."""
@@ -58,9 +58,7 @@ class Snapshot:
             raise ValueError(f"its state has the version {state.get('version')!r}, and {VERSION} is what can be read")
         if not state["begun"]:
             return None
-        return cls(
-            **{"device_limit": None, **{name: state[name] for name in cls.__dataclass_fields__ if name in state}}
-        )
+        return cls(**{name: state[name] for name in cls.__dataclass_fields__})
 
     def of_rank(self, rank: int) -> Mapping[str, Any]:
         """Return what belongs to a rank; a rank that was not there takes after the first one."""

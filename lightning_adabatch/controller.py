@@ -173,7 +173,7 @@ class Controller:
         """
         self.state = load_state(self.policy, state["policy"])
         self.updates, self.samples, self.skipped = state["updates"], state["samples"], state["skipped"]
-        self.evaluated = state.get("evaluated", 0)  # no key of this name in checkpoints of the first days
+        self.evaluated = state["evaluated"]
         self.latest = None if state["latest"] is None else Observation(*state["latest"])
         decision = self.limits.decide(state["damping"]) or self.decision
         if self.limits.adapt == "batch_size":
@@ -226,11 +226,19 @@ class Controller:
         if decision is None:
             self._say(
                 "damping",
-                f"{self.policy!r} returned a damping that is not above 0; the batch size stays as it was. "
-                "A damping must be > 0 (math.inf is allowed).",
+                f"{self.policy!r} returned the damping {damping!r}; the batch size stays as it was. A damping must be "
+                "> 0 (math.inf is allowed)." + self._why_nan(damping),
             )
         else:
             self.decision = decision
+
+    def _why_nan(self, damping: float) -> str:
+        if not math.isnan(damping) or self.training_samples:
+            return ""
+        return (
+            " Nobody knows the length of the data, so that progress.epochs is nan: set uses_epochs = True in a policy "
+            "that reads it, and it is refused for such data when the fit starts."
+        )
 
     def _say(self, kind: str, message: str) -> None:
         if kind not in self._said:

@@ -14,20 +14,19 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
     XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_adabatch.loader import (
-    iteration_of_its_own,
-)
+from lightning_adabatch.loader import iteration_of_its_own
 from lightning_adabatch.settings import Settings
 
 _NAME = "AdaptiveBatchSize"
 
-_SUPPORTED_STRATEGIES = (DDPStrategy, FSDPStrategy, ModelParallelStrategy)
-_REFUSED_STRATEGIES = (DeepSpeedStrategy, XLAStrategy)  # which are kinds of DDPStrategy by inheritance
+_SUPPORTED_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+_REFUSED_STRATEGIES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)  # by inheritance kinds of these
 
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (cb.GradientAccumulationScheduler, "remove it; the batch size is adapted by this callback"),
@@ -48,6 +47,12 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
     Raises:
         MisconfigurationException: For a set-up that is not supported.
     """
+    if not isinstance(trainer, pl.Trainer):
+        package = type(trainer).__module__.partition(".")[0]
+        raise refuse(
+            f"the Trainer of {package}, another package than lightning with classes of its own",
+            f"write 'import lightning.pytorch as pl' wherever {package} is imported",
+        )
     callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # an attribute that Lightning sets late
     if sum(isinstance(callback, own) for callback in callbacks) > 1:
         raise refuse("two AdaptiveBatchSize callbacks in one Trainer", "keep one of them")
@@ -64,8 +69,7 @@ def check_trainer(trainer: pl.Trainer, own: type[pl.Callback]) -> None:
 
 def _check_strategy(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
-    supported = type(strategy) is SingleDeviceStrategy or isinstance(strategy, _SUPPORTED_STRATEGIES)
-    if not supported or isinstance(strategy, _REFUSED_STRATEGIES):
+    if not isinstance(strategy, _SUPPORTED_STRATEGIES) or isinstance(strategy, _REFUSED_STRATEGIES):
         raise refuse(
             type(strategy).__name__,
             "train on one device, or with strategy='ddp', 'ddp_spawn', 'fsdp' or ModelParallelStrategy(...)",
@@ -195,4 +199,4 @@ def divisible_in_mid_run(trainer: pl.Trainer, loaders: int) -> bool:
     Several processes would have to agree on it at every step, and what stands between the module and the
     gradients (DDP) does not get over a backward pass that was broken off.
     """
-    return divisible(trainer, loaders) and type(trainer.strategy) is SingleDeviceStrategy
+    return divisible(trainer, loaders) and isinstance(trainer.strategy, SingleDeviceStrategy)

@@ -69,8 +69,7 @@ class Logbook:
         """Take over the state of the process before."""
         last = state["last"]
         self._gate.logged_size = state["size"]
-        # No key of this name in checkpoints of the first days.
-        self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1], state.get("device", last[-1]))
+        self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1], state["device"])
 
     def _write(self, controller: Controller, used: Decision, trained: int, device: int) -> None:
         self._unlogged = None

@@ -8,6 +8,7 @@ learning rates; what stands here is only what is needed to put them back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, PolynomialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
 
 _PLANNED: dict[type, str] = {
     OneCycleLR: "total_steps",
@@ -105,16 +114,19 @@ class LRFactor:
     def guard(self, scheduler: Any) -> None:
         """Take the factor off whenever this scheduler steps, until :meth:`release`; hold its end where it would raise.
 
-        The scheduler becomes an instance of a subclass of its own class. An attribute on the instance would
-        be in its ``state_dict``, which is its ``__dict__``.
+        The same for those that it is made of. The scheduler becomes an instance of a subclass of its own class. An
+        attribute on the instance would be in its ``state_dict``, which is its ``__dict__``.
         """
         original = type(scheduler)
         if any(scheduler is guarded for guarded, _ in self._undo):
             return
+        for part in _parts(scheduler):
+            self.guard(part)
         factor = self
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
+            asked = args or kwargs.get("epoch") is not None  # SequentialLR begins its parts at 0
+            if isinstance(self, OneCycleLR) and not asked and self.last_epoch >= self.total_steps - 1:
                 # A run that shrank its batches has more updates than were planned: one more step would bring
                 # the LR up again, and the one after it would raise.
                 return None
@@ -162,13 +174,30 @@ class LRFactor:
         return applied.base if applied is not None and applied.shown is shows else shows
 
 
-def planned_steps(scheduler: Any) -> int | None:
-    """Return for how many steps a scheduler is planned; None for one that goes on for ever."""
+def planned_steps(scheduler: Any) -> float | None:
+    """Return for how many steps a scheduler is planned; None for one that goes on for ever.
+
+    ``math.inf`` where a function of the user's says it.
+    """
     for kind, attribute in _PLANNED.items():
         if isinstance(scheduler, kind):
             return int(getattr(scheduler, attribute))
-    parts = getattr(scheduler, "_schedulers", [])  # SequentialLR and ChainedScheduler
-    return next((steps for part in parts if (steps := planned_steps(part)) is not None), None)
+    if isinstance(scheduler, LinearLR) and scheduler.end_factor < scheduler.start_factor:  # the other way is a warm-up
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, (LambdaLR, MultiplicativeLR)):
+        return math.inf
+    planned = [planned_steps(part) for part in _parts(scheduler)]
+    if all(steps is None for steps in planned):
+        return None
+    if isinstance(scheduler, SequentialLR):  # a part begins at its milestone, and the last one stays
+        return int(scheduler._milestones[-1]) + (planned[-1] or 0)
+    return max(steps for steps in planned if steps is not None)
+
+
+def _parts(scheduler: Any) -> Sequence[Any]:
+    """Return what a SequentialLR or a ChainedScheduler is made of."""
+    parts: Sequence[Any] = getattr(scheduler, "_schedulers", [])
+    return parts
 
 
 def _key(optimizer: int, group: int, lr: Any) -> _Key:

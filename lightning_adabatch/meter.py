@@ -13,9 +13,6 @@ from torch import Tensor
 
 from lightning_adabatch.policies import Observation
 
-#: What the meter knows of what a policy can ask for in ``requires``.
-MEASURES = frozenset({"loss", "grad_norm_sq", "grad_variance"})
-
 _HALVES = (torch.float16, torch.bfloat16)
 
 # This many scalars are kept one by one before they are put into one tensor.
@@ -26,7 +23,7 @@ class Meter:
     """Keeps what each update measured, on the device, until it is read.
 
     Args:
-        requires: What to measure, out of :data:`MEASURES`; the rest costs nothing.
+        requires: What to measure, out of :data:`~lightning_adabatch.policies.OBSERVED`; the rest costs nothing.
         mean: Returns the mean of a tensor over all processes, a collective; None for one process.
 
     Attributes:
@@ -129,12 +126,6 @@ class Meter:
         self._sizes.append(batch_size)
         if len(self._scalars) >= _LOOSE:
             self._scalars = [self._stacked()]
-
-    def read(self) -> list[Observation]:
-        """Return the closed rows, oldest first, and start afresh."""
-        observations = self.peek()
-        self.clear()
-        return observations
 
     def clear(self) -> None:
         """Forget the closed rows."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -98,12 +99,14 @@ class Rates:
         if self._settings.adapt == "lr" or isinstance(self._settings.policy, Constant):
             return
         planned = {
-            type(config.scheduler).__name__: steps
+            (type(config.scheduler).__name__, steps): None  # in their order, each once
             for config in self._trainer.lr_scheduler_configs
             if config.interval == "step" and (steps := planned_steps(config.scheduler)) is not None
         }
         if planned:
-            listed = ", ".join(f"{name} for {steps}" for name, steps in planned.items())
+            listed = ", ".join(
+                f"{name} for {'what its function says' if steps == math.inf else steps}" for name, steps in planned
+            )
             rank_zero_warn(
                 f"AdaptiveBatchSize changes the number of updates, and schedules are planned in them: {listed}. "
                 "trainer.estimated_stepping_batches is the count at the initial batch size: with larger batches the "

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_adabatch.controller import Cadence
 from lightning_adabatch.limits import Limits, LRScaling, round_down, round_up
 from lightning_adabatch.loader import Tail
+from lightning_adabatch.plain import plain
 from lightning_adabatch.policies import EVALUATED, OBSERVED, Policy
 
 _MEASURED = OBSERVED | EVALUATED
@@ -42,6 +43,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Check every argument by itself, then those that belong together."""
         self._check_policy()
+        for name in ("max_batch_size", "min_batch_size", "dwell", "wait", "multiple_of", "max_device_batch_size"):
+            object.__setattr__(self, name, plain(getattr(self, name)))  # NumPy's integers are integers
         for name, least in (("min_batch_size", 1), ("dwell", 1), ("wait", 0), ("multiple_of", 1)):
             _check_integer(name, getattr(self, name), least)
         if self.max_device_batch_size is not None:
@@ -122,7 +125,8 @@ class Settings:
         if cap < multiple or floor > cap or not (floor <= initial <= cap or resumed):
             raise MisconfigurationException(
                 f"AdaptiveBatchSize: the initial batch size {initial} is not within {floor} and {cap}, which are "
-                f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size} as multiples of "
+                f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size}"
+                f"{f' (here {given})' if self.max_batch_size is None else ''} as multiples of "
                 f"multiple_of={self.multiple_of}{of_ranks}. Change batch_size in the DataLoader, or the bounds."
             )
         return Limits(initial, cap, floor, multiple, epoch_samples, "batch_size", self.lr_scaling)
@@ -170,7 +174,8 @@ def _check_integer(name: str, value: Any, least: int, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
         allowed = f"an integer >= {least}" + (f" and <= {_MOST}" if isinstance(value, int) and value > _MOST else "")
         allowed += f", {also}" if also else ""
-        raise ValueError(f"{name}={value!r} must be {allowed}. Set for example {name}={max(least, 1)}.")
+        near = int(value) if isinstance(value, float) and least <= value <= _MOST else max(least, 1)
+        raise ValueError(f"{name}={value!r} must be {allowed}. Set for example {name}={near}.")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

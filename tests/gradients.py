@@ -25,3 +25,10 @@ def variance_of_two(gradients: Tensor, firsts: list[list[int]], every: list[int]
     small = sum(gradients[first].mean(0).square().sum().item() for first in firsts) / len(firsts)
     large = gradients[every].mean(0).square().sum().item()
     return (small - large) / (1 / len(firsts[0]) - 1 / len(every))
+
+
+def read(meter):
+    """Return the closed rows of a meter, and forget them."""
+    rows = meter.peek()
+    meter.clear()
+    return rows

@@ -62,7 +62,9 @@ class Cooldown(Policy[Any]):
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not isinstance(self.policy, Policy):
-            raise TypeError(f"policy={self.policy!r} must be a rule, such as RadaDamp().")
+            raise ValueError(  # noqa: TRY004  # a ValueError for every argument
+                f"policy={self.policy!r} must be a rule, such as RadaDamp()."
+            )
         check_unit(self.unit)
         if not (is_finite(self.start) and self.start >= 0):
             raise ValueError(f"start={self.start!r} must be a finite number of {self.unit} >= 0.")

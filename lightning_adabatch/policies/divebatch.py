@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_adabatch.policies.base import Policy, Progress, is_finite
+from lightning_adabatch.policies.base import Policy, Progress
 from lightning_adabatch.policies.checks import check_fraction, check_positive
 
 _MOST = 1e15  # intervals are counted up to here, where floats still tell integers apart
@@ -50,12 +50,11 @@ class DiveBatch(Policy[DiveBatchState]):
         2.0
 
     Notes:
-        Deviations from the papers. The rule is written down from the definition in appendix A of our paper and from
-        memory of the DiveBatch paper, and was not compared with its authors' code:
+        Deviations from the papers. The rule is that of the definition in appendix A of the first paper below:
 
         1. DiveBatch estimates n Δ from the gradients that an epoch's batches had anyway, while the weights
            moved. Here it is measured at the weights of the decision: exact, and at a price.
-        2. Whether DiveBatch lets the batch shrink is not settled here; this rule does. Set ``min_batch_size``.
+        2. In its authors' code the batch never shrinks; here it may, down to ``min_batch_size``.
         3. DiveBatch also scales the learning rate with the batch size, which is ``lr_scaling="linear"``.
         4. Yin et al. bound the batch size by delta · n Δ + 1 over all steps of a run; here each step has its own.
         5. On a fraction with m samples noise adds about 1/m of the mean squared norm to the denominator, so that
@@ -76,9 +75,8 @@ class DiveBatch(Policy[DiveBatchState]):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_positive("delta", self.delta, 0.1)
-        if not (is_finite(self.every) and self.every > 0):
-            raise ValueError(f"every={self.every!r} must be a finite number of epochs > 0, such as 1.")
+        check_positive("delta", self.delta, 1.0)
+        check_positive("every", self.every, 1.0)
         check_fraction(self.fraction)
 
     def init(self) -> DiveBatchState:

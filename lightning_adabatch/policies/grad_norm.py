@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_adabatch.policies.base import Observation, Policy, Progress, is_finite
-from lightning_adabatch.policies.checks import ratio
+from lightning_adabatch.policies.base import Observation, Policy, Progress
+from lightning_adabatch.policies.checks import check_rho, ratio
 
 
 class GradNormDampState(NamedTuple):
@@ -59,8 +59,7 @@ class GradNormDamp(Policy[GradNormDampState]):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if not (is_finite(self.rho) and 0.0 <= self.rho < 1.0):
-            raise ValueError(f"rho={self.rho!r} must be in [0, 1). Set for example rho=0.999.")
+        check_rho(self.rho, 0.999)
 
     def init(self) -> GradNormDampState:
         """Return the state before the first observation."""

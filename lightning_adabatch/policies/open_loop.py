@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_adabatch.policies.base import Policy, Progress, is_finite
@@ -95,7 +95,7 @@ class Schedule(Policy[None]):
         2.0
     """
 
-    sizes: Mapping[float, int]
+    sizes: Mapping[float, int] = field(hash=False)  # a dict has no hash
     unit: Literal["updates", "samples", "epochs"] = "updates"
     requires = frozenset()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_adabatch.policies.base import Observation, Policy, Progress, is_finite
-from lightning_adabatch.policies.checks import ratio
+from lightning_adabatch.policies.checks import check_optimal_loss, check_rho, check_warmup, ratio
 
 
 class RadaDampState(NamedTuple):
@@ -71,19 +71,14 @@ class RadaDamp(Policy[RadaDampState]):
 
     def __post_init__(self) -> None:
         """Check the ranges, and ask only for what the weights need."""
-        if not (is_finite(self.rho) and 0.0 <= self.rho < 1.0):
-            raise ValueError(f"rho={self.rho!r} must be in [0, 1). Set for example rho=0.999, the paper's value.")
+        check_rho(self.rho, 0.999)
         if not (is_finite(self.grad_norm_weight) and self.grad_norm_weight >= 0.0):
             raise ValueError(
                 f"grad_norm_weight={self.grad_norm_weight!r} must be a finite number >= 0. "
                 "Set 0 to leave the gradient norm out."
             )
-        if not is_finite(self.optimal_loss):
-            raise ValueError(
-                f"optimal_loss={self.optimal_loss!r} must be finite. Set the smallest loss that training could reach."
-            )
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 1:
-            raise ValueError(f"warmup={self.warmup!r} must be an integer >= 1, a number of updates.")
+        check_optimal_loss(self.optimal_loss)
+        check_warmup(self.warmup)
         if self.grad_norm_weight > 0.0:
             object.__setattr__(self, "requires", frozenset({"loss", "grad_norm_sq"}))
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from models import Indexed, Recorder, adapt, fit, loader
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp
@@ -106,13 +108,32 @@ def test_loader_asked_for_before_our_setup(tmp_path):
     assert module.validations == [5, 9]
 
 
+def one_cycle(optimizer, steps):
+    """Return OneCycleLR alone."""
+    return OneCycleLR(optimizer, 0.2, total_steps=steps)
+
+
+def behind_a_warm_up(optimizer, steps):
+    """Return OneCycleLR as the second part of a schedule."""
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=2), one_cycle(optimizer, steps - 2)], [2])
+
+
+def behind_two(optimizer, steps):
+    """Return OneCycleLR as a part of a part."""
+    return ChainedScheduler([behind_a_warm_up(optimizer, steps)])
+
+
 class Planned(Recorder):
-    """Plans OneCycleLR over what Lightning estimates."""
+    """Plans a schedule over what Lightning estimates."""
+
+    def __init__(self, plan=one_cycle):
+        super().__init__()
+        self.plan = plan
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         self.total = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=self.total)
+        schedule = self.plan(optimizer, self.total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -126,10 +147,31 @@ def test_planned_schedule_with_growth(tmp_path):
     assert len(module.batches) < 32
 
 
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (behind_a_warm_up, "SequentialLR for 32"),
+        (lambda o, steps: LambdaLR(o, lambda k: max(0.0, 1 - k / steps)), "LambdaLR for what its function says"),
+        (lambda o, steps: LinearLR(o, 1.0, 0.1, total_iters=steps), "LinearLR for 32"),
+        (StepLR, None),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:AdaptiveBatchSize changes the number of updates")
-def test_planned_schedule_that_runs_out(tmp_path):
+def test_every_planned_schedule_is_named(plan, said, tmp_path):
+    """Schedules made of others, functions of the user's and straight lines down are planned in updates too."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(Planned(plan), loader(64, 4), callbacks=[adapt(4, 4, 16)], root=tmp_path)
+    found = [str(one.message) for one in told if "planned in them" in str(one.message)]
+    assert len(found) == (said is not None)
+    assert said is None or f"planned in them: {said}. " in found[0]
+
+
+@pytest.mark.filterwarnings("ignore:AdaptiveBatchSize changes the number of updates")
+@pytest.mark.parametrize("plan", [one_cycle, behind_a_warm_up, behind_two])
+def test_planned_schedule_that_runs_out(plan, tmp_path):
     """C19: with more updates than OneCycleLR was planned for, its final LR is held; nothing is raised."""
-    module = Planned()
+    module = Planned(plan)
     fit(module, loader(64, 16), callbacks=[adapt(16, 8)], root=tmp_path)
     assert module.total == 8
     assert len(module.batches) == 1 + 6 + 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-ups of streams, batch samplers and several loaders that a reviewer found to go wrong, each by itself."""
+"""Set-ups of streams, batch samplers and several loaders that are rare, each by itself."""
 
 from __future__ import annotations
 

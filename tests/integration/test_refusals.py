@@ -12,13 +12,14 @@ import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning
+import pytorch_lightning.demos.boring_classes
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceXLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, Streamed, adapt, fit, loader, quiet
 from torch.optim import SGD
@@ -47,10 +48,6 @@ class Rare(Recorder):
 class Fused(Recorder):
     def configure_optimizers(self):
         return SGD(self.parameters(), 0.1, fused=True)
-
-
-class OwnStrategy(SingleDeviceStrategy):
-    pass
 
 
 class Hybrid(FSDPStrategy):
@@ -84,13 +81,23 @@ def no_accumulation(root):
 
 
 def hybrid_sharding(root):
-    del root
-    trainer: Any = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, strategy=Hybrid())
+    trainer = quiet([adapt(4)], root=root)
+    trainer._accelerator_connector.strategy = Hybrid()
     guards.check_trainer(trainer, AdaptiveBatchSize)
 
 
-def own_strategy(root):
-    fit(Recorder(), loader(8, 4), callbacks=[adapt(4)], strategy=OwnStrategy("cpu"), root=root)
+def one_tpu(root):
+    trainer = quiet([adapt(4)], root=root)
+    trainer._accelerator_connector.strategy = object.__new__(
+        SingleDeviceXLAStrategy
+    )  # none can be made without its package
+    guards.check_trainer(trainer, AdaptiveBatchSize)
+
+
+def another_package(root):
+    trainer = pytorch_lightning.Trainer(default_root_dir=root, accelerator="cpu", logger=False, max_epochs=1)
+    trainer.callbacks.append(adapt(4))
+    trainer.fit(pytorch_lightning.demos.boring_classes.BoringModel())
 
 
 def fused_under_a_scaler(root):
@@ -271,7 +278,9 @@ SETUPS: dict[Any, str] = {
     two_callbacks: "does not support two AdaptiveBatchSize callbacks in one Trainer. What to do: keep one of them.",
     no_accumulation: "Trainer(accumulate_grad_batches=0). What to do: set accumulate_grad_batches=1.",
     hybrid_sharding: "FSDPStrategy(sharding_strategy='HYBRID_SHARD'). What to do: set sharding_strategy='FULL_SHARD'",
-    own_strategy: "does not support OwnStrategy. What to do: train on one device, or with strategy='ddp'",
+    another_package: "does not support the Trainer of pytorch_lightning, another package than lightning with classes "
+    "of its own. What to do: write 'import lightning.pytorch as pl' wherever pytorch_lightning is imported.",
+    one_tpu: "does not support SingleDeviceXLAStrategy. What to do: train on one device, or with strategy='ddp'",
     fused_under_a_scaler: "gradients where nobody sees them. What to do: set fused=False in the optimizer, or use",
     parts_by_hand: "max_device_batch_size with manual optimization. What to do: remove max_device_batch_size.",
     parts_and_frequency: "a frequency other than 1 together with micro-batches. What to do: set frequency=1 in",

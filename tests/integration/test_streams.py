@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Recorder, Stated, Streamed, adapt, fit, loader
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp, RadaDamp, Schedule
+from lightning_adabatch import AdaptiveBatchSize, Constant, GeoDamp, Policy, RadaDamp, Schedule
 
 STATED = "ignore:Your `IterableDataset` has `__len__` defined"
 
@@ -210,6 +210,33 @@ def test_one_sample_streams(tmp_path):
             ours = adapt(4, max_batch_size=64)
             fit(module, DataLoader(Streamed(samples), 4, drop_last=drop), callbacks=[ours], epochs=2, root=tmp_path)
             assert module.sizes == [samples] * 2
+
+
+@pytest.mark.parametrize("seen", ["said", "counted"])
+def test_a_policy_that_hides_that_it_counts_epochs(seen, tmp_path):
+    """A rule of the user's reads progress.epochs of data without a length: it is told what to set, and is refused then.
+
+    On data with a length nothing is wrong.
+    """
+
+    class Doubling(Policy[None]):
+        uses_epochs = seen == "said"
+
+        def damping(self, state, progress):
+            return min(2.0 ** (progress.epochs // 1), 4.0)
+
+    ours = AdaptiveBatchSize(Doubling(), max_batch_size=64)
+    data = DataLoader(Streamed(20), 4)
+    if seen == "said":
+        with pytest.raises(MisconfigurationException, match="counts in epochs"):
+            fit(Recorder(), data, callbacks=[ours], root=tmp_path)
+    else:
+        with pytest.warns(
+            UserWarning, match=r"returned the damping nan; .*progress\.epochs is nan: set uses_epochs = "
+        ):
+            fit(Recorder(), data, callbacks=[ours], root=tmp_path)
+    fit(Recorder(), loader(20, 4), callbacks=[ours], root=tmp_path)
+    assert ours.batch_size == 16
 
 
 def test_attributes_and_epochs_without_a_length(tmp_path):

@@ -11,6 +11,7 @@ import time
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from models import Recorder, adapt, fit, loader
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
@@ -26,6 +27,16 @@ def run(tmp_path, *callbacks, ours=None, samples=64, module=None, epochs=2, **fl
     fit(module, loader(samples, 4), loader(8, 8), callbacks=[ours, *callbacks], epochs=epochs, root=tmp_path, **flags)
     assert ours.samples == sum(module.sizes)
     return module, ours
+
+
+def test_a_strategy_of_the_users_own(tmp_path):
+    """A subclass of the strategy for one device trains as the strategy does."""
+
+    class Own(SingleDeviceStrategy):
+        pass
+
+    plain, own = run(tmp_path)[0], run(tmp_path, strategy=Own("cpu"))[0]
+    assert own.sizes == plain.sizes == EPOCH + LATER
 
 
 # How much is trained --------------------------------------------------------------------------------------

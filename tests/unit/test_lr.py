@@ -385,7 +385,13 @@ def test_one_cycle_is_held_at_its_end():
         (lambda o: OneCycleLR(o, 0.5, total_steps=4), 4),
         (lambda o: CosineAnnealingLR(o, 7), 7),
         (lambda o: PolynomialLR(o, 9), 9),
-        (lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, 5)], [2]), 5),
+        (lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, 5)], [2]), 7),
+        (lambda o: SequentialLR(o, [CosineAnnealingLR(o, 5), StepLR(o, 3)], [4]), 4),  # and then for ever
+        (lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), StepLR(o, 3)], [2]), None),
+        (lambda o: SequentialLR(o, [LinearLR(o, 0.1), LambdaLR(o, lambda k: 1 / (1 + k))], [2]), math.inf),
+        (lambda o: ChainedScheduler([LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, 5), PolynomialLR(o, 4)]), 5),
+        (lambda o: LinearLR(o, 1.0, 0.1, total_iters=6), 6),
+        (lambda o: LambdaLR(o, lambda k: 1 - k / 9), math.inf),
         (lambda o: StepLR(o, 3), None),
         (lambda o: LinearLR(o, 0.1, total_iters=2), None),  # a warm-up
     ],

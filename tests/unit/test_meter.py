@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from gradients import read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,8 +41,8 @@ def test_rows_are_the_updates(updates, window):
     for number, update in enumerate(updates, 1):
         measure(meter, *update)
         if number % window == 0:
-            rows += meter.read()
-    rows += meter.read()
+            rows += read(meter)
+    rows += read(meter)
     assert len(rows) == len(updates)
     for row, (loss, gradients, size) in zip(rows, updates, strict=True):
         squares = math.fsum(value * value for gradient in gradients for value in gradient)
@@ -57,12 +58,12 @@ def test_many_updates_between_two_reads(requires, count):
     for number in range(count):
         measure(meter, float(number), [[float(number)]], number + 1)
     loss, norm = "loss" in requires, "grad_norm_sq" in requires
-    assert meter.read() == [
+    assert read(meter) == [
         Observation(float(n) if loss else None, float(n) ** 2 if norm else None, n + 1) for n in range(count)
     ]
-    assert meter.read() == []
+    assert read(meter) == []
     measure(meter)
-    assert meter.read() == [Observation(0.5 if loss else None, 9.0 + 16.0 if norm else None, 8)]
+    assert read(meter) == [Observation(0.5 if loss else None, 9.0 + 16.0 if norm else None, 8)]
 
 
 def with_variance(meter, small, samples, large, batch_size, **kwargs):
@@ -82,7 +83,7 @@ def test_variance_is_its_formula():
     with_variance(meter, [[3.0], [4.0]], 2, [[2.0]], 8)
     with_variance(meter, [[1.0]], 4, [[2.0]], 8)
     with_variance(meter, [[3.0], [4.0]], 2, [[2.0]], 8, effective=4.0)
-    assert meter.read() == [
+    assert read(meter) == [
         Observation(0.5, 4.0, 8, pytest.approx(21 / (1 / 2 - 1 / 8))),
         Observation(0.5, 4.0, 8, pytest.approx(-3 / (1 / 4 - 1 / 8))),
         Observation(0.5, 4.0, 8, pytest.approx(21 / (1 / 2 - 1 / 4))),
@@ -95,7 +96,7 @@ def test_variance_that_cannot_be_seen(small, samples):
     meter = Meter(frozenset({"grad_variance"}))
     with_variance(meter, small, samples, [[2.0]], 8)
     with_variance(meter, [[3.0]], 2, [[2.0]], 8)
-    first, second = meter.read()
+    first, second = read(meter)
     assert math.isnan(first.grad_variance)
     assert second == Observation(None, None, 8, pytest.approx(5 / (1 / 2 - 1 / 8)))
 
@@ -105,7 +106,7 @@ def test_variance_over_processes_is_that_of_the_mean_square():
     others = torch.tensor([[5.0**2, 2.0**2]], dtype=torch.float64)
     meter = Meter(frozenset({"grad_variance"}), lambda rows: (rows + others) / 2)
     with_variance(meter, [[3.0]], 2, [[2.0]], 8)
-    assert meter.read()[0].grad_variance == pytest.approx((17 - 4) / (1 / 2 - 1 / 8))
+    assert read(meter)[0].grad_variance == pytest.approx((17 - 4) / (1 / 2 - 1 / 8))
 
 
 def test_variances_survive_copy_and_many_rows():
@@ -116,9 +117,9 @@ def test_variances_survive_copy_and_many_rows():
     copied = meter.copy(alone=True)
     meter.clear()
     expected = [5 / (1 / (1 + n % 3) - 1 / (8 + n)) for n in range(400)]
-    assert [row.grad_variance for row in copied.read()] == pytest.approx(expected)
+    assert [row.grad_variance for row in read(copied)] == pytest.approx(expected)
     with_variance(meter, [[3.0]], 2, [[2.0]], 8)
-    assert [row.grad_variance for row in meter.read()] == pytest.approx([5 / (1 / 2 - 1 / 8)])
+    assert [row.grad_variance for row in read(meter)] == pytest.approx([5 / (1 / 2 - 1 / 8)])
 
 
 def test_the_first_evaluation_counts():
@@ -129,7 +130,7 @@ def test_the_first_evaluation_counts():
         meter.loss(torch.tensor(loss))
         meter.gradients(tensors([[gradient]]))
     meter.close(8)
-    assert meter.read() == [Observation(1.0, 2.0**2, 8)]
+    assert read(meter) == [Observation(1.0, 2.0**2, 8)]
 
 
 def test_an_update_that_never_came_is_forgotten():
@@ -139,7 +140,7 @@ def test_an_update_that_never_came_is_forgotten():
     meter.loss(torch.tensor(9.0))
     meter.gradients(tensors([[9.0]]))
     measure(meter)
-    assert meter.read() == [Observation(0.5, 9.0 + 16.0, 8)]
+    assert read(meter) == [Observation(0.5, 9.0 + 16.0, 8)]
 
 
 def test_an_open_row_is_not_read():
@@ -147,11 +148,11 @@ def test_an_open_row_is_not_read():
     meter = Meter(BOTH)
     measure(meter)
     meter.open()
-    assert meter.read() == [Observation(0.5, 25.0, 8)]
+    assert read(meter) == [Observation(0.5, 25.0, 8)]
     meter.loss(torch.tensor(0.25))
     meter.gradients(tensors([[1.0]]))
     meter.close(4)
-    assert meter.read() == [Observation(0.25, 1.0, 4)]
+    assert read(meter) == [Observation(0.25, 1.0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_what_is_not_required_is_not_measured(requires, expected):
     """A measure that the policy does not ask for is None."""
     meter = Meter(requires)
     measure(meter)
-    assert meter.read() == [expected]
+    assert read(meter) == [expected]
 
 
 class Untouchable:
@@ -192,7 +193,7 @@ def test_what_an_update_did_not_show_is_not_a_number(missing, first):
     meter = Meter(BOTH)
     if not first:
         measure(meter)
-        meter.read()
+        read(meter)
         measure(meter)
     meter.open()
     if missing == "gradients":
@@ -201,7 +202,7 @@ def test_what_an_update_did_not_show_is_not_a_number(missing, first):
         meter.gradients(tensors([[1.0]]))
     meter.close(4)
     measure(meter)
-    rows = meter.read()
+    rows = read(meter)
     found = rows.pop(0 if first else 1)
     assert math.isnan(found.loss) == (missing != "gradients")
     assert math.isnan(found.grad_norm_sq) == (missing != "loss")
@@ -216,7 +217,7 @@ def test_a_loss_keeps_its_value():
     loss.fill_(9.0)
     meter.gradients(tensors([[1.0]]))
     meter.close(1)
-    assert meter.read() == [Observation(1.0, 1.0, 1)]
+    assert read(meter) == [Observation(1.0, 1.0, 1)]
 
 
 class Graph(torch.autograd.Function):
@@ -247,7 +248,7 @@ def test_rows_keep_no_graph(dtype):
     meter.close(1)
     Graph.token = None
     assert alive() is None
-    assert meter.read() == [Observation(1.0, 1.0, 1)]
+    assert read(meter) == [Observation(1.0, 1.0, 1)]
 
 
 def test_losses_keep_their_precision():
@@ -256,18 +257,18 @@ def test_losses_keep_their_precision():
     meter.open()
     meter.loss(torch.tensor(1 / 3, dtype=torch.float64))
     meter.close(1)
-    assert meter.read() == [Observation(1 / 3, None, 1)]
+    assert read(meter) == [Observation(1 / 3, None, 1)]
 
 
 def test_values_that_are_not_finite_come_through():
     """Infinite and undefined measurements are reported as they are: who reads them decides."""
     meter = Meter(BOTH)
     measure(meter, math.inf, [[math.nan]])
-    [row] = meter.read()
+    [row] = read(meter)
     assert row.loss == math.inf
     assert math.isnan(row.grad_norm_sq)
     measure(meter)
-    assert meter.read() == [Observation(0.5, 25.0, 8)]
+    assert read(meter) == [Observation(0.5, 25.0, 8)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
@@ -281,7 +282,7 @@ def test_no_value_is_looked_at_between_two_reads(dtype):
         meter.gradients([nothing.reshape(1), nothing.expand(2, 3)])
         meter.close(8)
     with pytest.raises(NotImplementedError, match="no data"):
-        meter.read()
+        read(meter)
 
 
 @pytest.mark.gpu
@@ -301,7 +302,7 @@ def test_nothing_waits_for_cuda_between_two_reads(dtype):
             meter.close(8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert meter.read() == [Observation(0.5, 3.0**2 + 4.0**2, 8)] * 300
+    assert read(meter) == [Observation(0.5, 3.0**2 + 4.0**2, 8)] * 300
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -324,7 +325,7 @@ def test_squared_norms_beyond_single_precision():
     """A norm whose square does not fit single precision has a finite square all the same."""
     meter = Meter(BOTH)
     measure(meter, gradients=[[2.0**70]])
-    assert meter.read()[0].grad_norm_sq == 2.0**140
+    assert read(meter)[0].grad_norm_sq == 2.0**140
 
 
 def test_sparse_gradients():
@@ -345,7 +346,7 @@ def test_without_gradients_the_norm_is_zero(gradients):
     meter.open()
     meter.gradients(gradients)
     meter.close(8)
-    assert meter.read()[0].grad_norm_sq == 0.0
+    assert read(meter)[0].grad_norm_sq == 0.0
 
 
 def test_complex_gradients():

@@ -418,6 +418,11 @@ def test_schedule_by_hand():
     assert [8 * policy.damping(None, progress(updates=n)) for n in range(6)] == [8, 8, 8, 8, 16, 16]
 
 
+def test_schedules_have_a_hash_as_all_rules_do():
+    """Frozen rules are members of sets; equal ones have one hash."""
+    assert len({Schedule({0: 8, 4: 16}), Schedule({0: 8, 4: 16}), Schedule({0: 8}), RadaDamp(), RadaDamp()}) == 3
+
+
 def test_schedule_before_its_first_point_changes_nothing():
     """Up to the first point the size is the initial one."""
     assert [8 * Schedule({2: 24}).damping(None, progress(updates=n)) for n in range(4)] == [8, 8, 24, 24]
@@ -514,7 +519,7 @@ def test_cooldown_refuses(arguments, message):
 
 def test_cooldown_refuses_what_is_no_rule():
     """A class, forgotten parentheses."""
-    with pytest.raises(TypeError, match=r"policy=<class .*RadaDamp'> must be a rule, such as RadaDamp\(\)"):
+    with pytest.raises(ValueError, match=r"policy=<class .*RadaDamp'> must be a rule, such as RadaDamp\(\)"):
         Cooldown(RadaDamp, 1, 2)
 
 

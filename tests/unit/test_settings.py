@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -37,6 +38,17 @@ def bounds(initial: int = 8, samples: int = 100, epoch: int | None = None, **arg
 def integer(name: str, value: Any, least: int) -> tuple[dict[str, Any], str]:
     """Return an argument that is no integer of its range, and how its message begins."""
     return {name: value}, f"{name}={value!r} must be an integer >= {least}"
+
+
+def test_integers_of_numpy_are_integers():
+    """What a sweep draws with NumPy is taken, and kept as Python's own, which checkpoints may hold."""
+    made = AdaptiveBatchSize(
+        max_batch_size=np.int64(64), min_batch_size=np.int32(2), dwell=np.int64(3), wait=np.uint8(0)
+    ).settings
+    assert [type(value) for value in (made.max_batch_size, made.min_batch_size, made.dwell, made.wait)] == [int] * 4
+    assert made == AdaptiveBatchSize(max_batch_size=64, min_batch_size=2, dwell=3).settings
+    with pytest.raises(ValueError, match=r"dwell=2\.5 must be an integer >= 1\. Set for example dwell=2\."):
+        AdaptiveBatchSize(dwell=np.float64(2.5))
 
 
 LEAST = {"min_batch_size": 1, "dwell": 1, "wait": 0, "multiple_of": 1, "max_device_batch_size": 1, "max_batch_size": 1}
@@ -194,7 +206,7 @@ def test_bounds_hold_b0_or_are_refused(initial, multiple, least, most, samples):
         ({"min_batch_size": 9}, "the initial batch size 8 is not within 9 and 100"),
         (
             {"min_batch_size": 9, "multiple_of": 4},
-            "12 and 100, which are min_batch_size=9 and max_batch_size=None as multiples of multiple_of=4",
+            "12 and 100, which are min_batch_size=9 and max_batch_size=None (here 100) as multiples of multiple_of=4",
         ),
         ({"multiple_of": 8, "max_batch_size": 15, "initial": 16}, "the initial batch size 16 is not within 8 and 8"),
     ],

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from gradients import read
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,8 +50,8 @@ def test_peek_keeps_what_read_takes(requires):
     rows = meter.peek()
     assert len(rows) == 2
     assert meter.peek() == meter.peek(alone=True) == rows
-    assert meter.read() == rows
-    assert meter.peek() == meter.read() == []
+    assert read(meter) == rows
+    assert meter.peek() == read(meter) == []
 
 
 def test_an_open_row_is_not_peeked_at():
@@ -72,8 +73,8 @@ def test_rows_that_are_put_back_come_first():
     assert meter.peek() == before
     measure(meter)
     assert meter.peek() == [*before, Observation(0.5, 25.0, 8)]
-    assert meter.read() == [*before, Observation(0.5, 25.0, 8)]
-    assert meter.read() == []
+    assert read(meter) == [*before, Observation(0.5, 25.0, 8)]
+    assert read(meter) == []
     assert len(before) == 2
 
 
@@ -87,7 +88,7 @@ def test_a_window_cut_anywhere_reads_as_one():
         second.put_back(first.peek())
         for loss in losses[cut:]:
             measure(second, loss)
-        assert second.read() == [Observation(loss, 25.0, 8) for loss in losses]
+        assert read(second) == [Observation(loss, 25.0, 8) for loss in losses]
 
 
 @pytest.mark.parametrize("count", [1, 200, 300])
@@ -101,11 +102,11 @@ def test_a_copy_goes_its_own_way(count):
     measure(copied, 0.25)
     assert len(copied.peek()) == count + 2
     assert len(meter.peek()) == count + 1
-    assert len(copied.read()) == count + 2
+    assert len(read(copied)) == count + 2
     assert len(meter.peek()) == count + 1
     measure(meter, 4.0)
     assert copied.peek() == []
-    assert [row.loss for row in meter.read()] == [1.0] + [0.5] * count + [4.0]
+    assert [row.loss for row in read(meter)] == [1.0] + [0.5] * count + [4.0]
 
 
 def test_a_copy_has_the_open_row():
@@ -116,9 +117,9 @@ def test_a_copy_has_the_open_row():
     meter.gradients([torch.tensor([2.0])])
     copied = meter.copy(alone=True)
     copied.close(4)
-    assert (copied.read(), meter.read()) == ([Observation(0.25, 4.0, 4)], [])
+    assert (read(copied), read(meter)) == ([Observation(0.25, 4.0, 4)], [])
     meter.close(4)
-    assert meter.read() == [Observation(0.25, 4.0, 4)]
+    assert read(meter) == [Observation(0.25, 4.0, 4)]
 
 
 def test_who_asks_nobody():
@@ -127,11 +128,11 @@ def test_who_asks_nobody():
     meter = Meter(BOTH, others)
     measure(meter)
     mine, mean = [Observation(0.5, 25.0, 8)], [Observation(1.0, pytest.approx(12.5), 8)]
-    assert meter.copy(alone=True).peek() == meter.copy(alone=True).read() == meter.peek(alone=True) == mine
+    assert meter.copy(alone=True).peek() == read(meter.copy(alone=True)) == meter.peek(alone=True) == mine
     assert others.asked == []
-    assert meter.copy(alone=False).read() == mean
+    assert read(meter.copy(alone=False)) == mean
     assert meter.peek() == mean
-    assert meter.read() == mean
+    assert read(meter) == mean
     assert len(others.asked) == 3
 
 
@@ -153,7 +154,7 @@ def test_rows_are_the_means_over_the_processes(requires, others, expected):
     meter = Meter(requires, collective)
     measure(meter)
     measure(meter, 0.25, (2.0,), 4)
-    rows = meter.read()
+    rows = read(meter)
     assert [(row.loss, row.batch_size) for row in rows] == [(row.loss, row.batch_size) for row in expected]
     for row, wanted in zip(rows, expected, strict=True):
         assert row.grad_norm_sq == (wanted.grad_norm_sq and pytest.approx(wanted.grad_norm_sq, rel=1e-12))
@@ -164,10 +165,10 @@ def test_rows_are_the_means_over_the_processes(requires, others, expected):
 def test_nothing_is_asked_where_there_is_nothing():
     """No rows, or no measures: no collective, on any process."""
     others = Others()
-    assert Meter(BOTH, others).read() == []
+    assert read(Meter(BOTH, others)) == []
     counting = Meter(frozenset(), others)
     counting.close(8)
-    assert counting.read() == [Observation(None, None, 8)]
+    assert read(counting) == [Observation(None, None, 8)]
     assert others.asked == []
 
 
@@ -180,8 +181,8 @@ def test_rows_put_back_are_averaged_already():
     assert meter.peek() == before
     assert others.asked == []
     measure(meter)
-    assert meter.read()[0] == before[0]
-    assert meter.read() == []
+    assert read(meter)[0] == before[0]
+    assert read(meter) == []
 
 
 @pytest.mark.parametrize("other", [math.nan, math.inf])
@@ -189,7 +190,7 @@ def test_what_one_process_lacks_nobody_has(other):
     """A value that is not finite on one process is not finite in the mean: the observation is dropped everywhere."""
     meter = Meter(BOTH, Others([[other, other]]))
     measure(meter)
-    [row] = meter.read()
+    [row] = read(meter)
     assert not math.isfinite(row.loss)
     assert not math.isfinite(row.grad_norm_sq)
 
@@ -230,5 +231,5 @@ def test_a_meter_weighs_by_its_shards():
     meter.shards = 4
     measure(meter)
     assert meter.peek(alone=True) == [Observation(None, 100.0, 8)]
-    [row] = meter.read()
+    [row] = read(meter)
     assert row.grad_norm_sq == pytest.approx(25.0)
