@@ -201,7 +201,7 @@ class AdaptiveBatchSize(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the set-up, and decide for the first update."""
-        guards.check_module(trainer, pl_module)
+        guards.check_module(trainer, pl_module, self.settings)
         self._running.start()
         self._controller = self._running.controller
 

@@ -7,6 +7,8 @@ import dataclasses
 import math
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_adabatch import guards, loader_guards
 from lightning_adabatch.bridge import Bridge
 from lightning_adabatch.controller import Controller
@@ -41,6 +43,7 @@ class TrainData:
         self._counts = bridge.counts
         self._ranks = ranks
         self._accumulate = accumulate
+        self._said_size_stays = False
         self.places = Places(self._slot, self._epoch, ranks)
         if settings.adapt == "batch_size":
             self._slot.install(self._make_elastic, made=self._counts.loaders_made)
@@ -67,6 +70,7 @@ class TrainData:
         if self._slot.uses_dataloader_iter:
             raise guards.refuse("training_step(dataloader_iter)", "take batch and batch_idx in training_step instead")
         found = self._slot.train_loaders()
+        loader_guards.check_ranks(self._ranks.gather(self._facts()))
         if self._settings.adapt == "lr":
             initial, samples = self.fixed.initial_batch_size, self.fixed.samples
             loader_guards.check_length(self._settings, samples)
@@ -87,8 +91,19 @@ class TrainData:
 
     def _samples(self, loader: ElasticLoader) -> tuple[int | None, int | float]:
         """Return the training samples, None where nobody knows, and those of one epoch, over all ranks."""
-        hint = loader.kind.hint() if loader.available() is None else loader.available()
+        hint = loader.hint
         return None if hint is None else hint * self._ranks.count, loader.epoch_samples * self._ranks.count
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, for else their batches and decisions would not be."""
+        if self._settings.adapt == "lr":
+            fixed = self.fixed
+            return {"batch size": fixed.initial_batch_size, "number of samples": fixed.samples}
+        loaders = self._slot.loaders
+        return {
+            "batch size": [one.own_batch_size for one in loaders],
+            "drop_last": [one.tail == "drop" for one in loaders],
+        }
 
     @property
     def own_loaders(self) -> list[Any]:
@@ -163,7 +178,7 @@ class TrainData:
         ranks = self._ranks.count
         if self.controller is not None:
             if number == 0:
-                hint = kind.hint() if elastic.available() is None else elastic.available()
+                hint = elastic.hint
                 limits = dataclasses.replace(self.controller.limits, epoch_samples=elastic.epoch_samples * ranks)
                 self.controller.move_to(limits, training_samples=None if hint is None else hint * ranks)
                 elastic.resize(self.controller.decision.batch_size // ranks)
@@ -171,12 +186,24 @@ class TrainData:
                 initial = self.controller.limits.initial_batch_size
                 elastic.resize(-(-elastic.initial_batch_size * self.controller.decision.batch_size // initial))
             before = self._slot.loaders[number] if number < len(self._slot.loaders) else None
+            if before is not None and before.own_batch_size != own and number == 0:
+                self._say_size_stays(before.own_batch_size, own)
             if before is not None and before.kind.samples() == kind.samples() is not None:
                 elastic.carried = before.carried  # of the same data: a reload loses none of it
         elif self.places.restored is not None:
             self.places.place(elastic, self.places.restored, number)
             elastic.waits = True
         return elastic
+
+    def _say_size_stays(self, before: int, now: int) -> None:
+        if self._said_size_stays:
+            return
+        self._said_size_stays = True
+        rank_zero_warn(
+            f"AdaptiveBatchSize: the reloaded train loader has batch_size={now}, where it was {before}, and the batch "
+            "size in force stays: it is for the policy to say. For sizes that you know ahead use a policy such as "
+            f"Schedule({{0: {before}, 1: {now}}}, unit='epochs')."
+        )
 
     def _initial_size(self, own: int) -> int:
         """Return the samples of one of the first batches on one rank: the run's, not this loader's."""
@@ -190,6 +217,6 @@ class TrainData:
 
     def _agree(self, elastic: ElasticLoader) -> None:
         """Have all ranks take the number of samples that the one with the fewest has: a collective."""
-        samples = elastic.kind.samples()
-        if self._ranks.count > 1 and samples is not None:
-            elastic.agree(self._ranks.smallest(samples))
+        stated = elastic.kind.hint()  # Lightning itself does not go on where only some ranks have one
+        if self._ranks.count > 1 and stated is not None:
+            elastic.agree(self._ranks.smallest(stated))

@@ -43,6 +43,8 @@ class Division:
         self._update = update
         self._ranks = ranks
         self._in_parts = False  # whether updates may have several
+        self._accumulate = trainer.accumulate_grad_batches
+        self._losses = 0  # of the batch in hand: an optimizer may evaluate its closure again
         # Whether Lightning makes updates of several batches, since the loader is left alone.
         self._in_windows = settings.adapt == "lr" and trainer.accumulate_grad_batches > 1
 
@@ -78,7 +80,19 @@ class Division:
         return self._bridge.windows.complete and (not self._in_parts or self._bridge.accumulation.complete)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Take a batch into the update."""
+        """Take a batch into the update.
+
+        Raises:
+            MisconfigurationException: If ``accumulate_grad_batches`` is another one now.
+        """
+        self._losses = 0
+        if self._trainer.accumulate_grad_batches != self._accumulate:
+            raise guards.refuse(
+                f"trainer.accumulate_grad_batches={self._trainer.accumulate_grad_batches}, which was "
+                f"{self._accumulate} when the fit began",
+                "leave it as it is: how many samples an update has is for this callback to say, by a policy such as "
+                "Schedule({0: 64, 10: 128}, unit='epochs')",
+            )
         if self._in_windows:
             self._bridge.windows.begin_batch(self._data.trained(batch, batch_idx))
 
@@ -86,14 +100,25 @@ class Division:
         """Return what of a batch's loss is measured, and of which part: as :meth:`Meter.loss` takes it.
 
         A part's loss is weighed in place.
+
+        Raises:
+            MisconfigurationException: For a closure that is evaluated again, of which the other parts know nothing.
         """
+        self._losses += 1
         if self._in_windows:
             windows = self._bridge.windows
             # Lightning has divided it by the number of batches.
             return loss.detach() * self._trainer.accumulate_grad_batches, windows.batches, windows.batch_samples, 0
         if self._in_parts:
-            self._bridge.accumulation.weigh(loss)
             plan = self._bridge.slot.live.plan
+            if self._losses > 1 and plan.part_size != plan.last_size:
+                raise guards.refuse(
+                    "an optimizer that evaluates its closure more than once per step (SAM, LBFGS) together with "
+                    "updates of several micro-batches: it sees the last of them alone",
+                    "use another optimizer, or set neither accumulate_grad_batches nor max_device_batch_size, no "
+                    "policy that follows the variance of gradients, and a max_batch_size that fits into memory",
+                )
+            self._bridge.accumulation.weigh(loss)
             return loss, plan.part, plan.part_size, plan.last_size
         return loss, 1, 0, 0
 

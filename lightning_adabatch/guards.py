@@ -18,8 +18,10 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_adabatch.hooks import calls_hooks
 from lightning_adabatch.loader import iteration_of_its_own
 from lightning_adabatch.settings import Settings
 
@@ -81,8 +83,13 @@ def _check_strategy(trainer: pl.Trainer) -> None:
         )
 
 
-def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_module(trainer: pl.Trainer, module: pl.LightningModule, settings: Settings) -> None:
     """Refuse what can be seen of the module and its optimizers.
+
+    Args:
+        trainer: The Trainer.
+        module: That it trains.
+        settings: The callback's arguments.
 
     Raises:
         MisconfigurationException: For a set-up that is not supported.
@@ -92,11 +99,28 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise refuse(
             f"{type(module).__name__}, which has no optimizer", "return an optimizer from configure_optimizers"
         )
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    for optimizer in trainer.optimizers:
+        _check_optimizer(optimizer, settings, scaled=scaler is not None)
     fused = any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    if fused and getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if fused and scaler is not None:
         raise refuse(
             f"a fused optimizer with precision={trainer.precision!r}: it unscales gradients where nobody sees them",
             "set fused=False in the optimizer, or use precision='bf16-mixed'",
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, settings: Settings, *, scaled: bool) -> None:
+    name = type(optimizer).__name__
+    if scaled and not calls_hooks(optimizer):
+        raise refuse(
+            f"{name}, which did not run Optimizer.__init__, with a gradient scaler: whether it stepped cannot be seen",
+            "use precision='bf16-mixed', or the optimizer that it wraps",
+        )
+    if settings.moves_lr and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise refuse(
+            f"{name} without a learning rate of its own, which past max_batch_size would be lowered",
+            "give it lr=... (for Adafactor with relative_step=False), or set max_batch_size=math.inf",
         )
 
 
@@ -108,11 +132,28 @@ def check_parts(trainer: pl.Trainer) -> None:
     """
     if not trainer.lightning_module.automatic_optimization:
         raise refuse("max_device_batch_size with manual optimization", "remove max_device_batch_size")
-    if any(config.interval == "step" and config.frequency != 1 for config in trainer.lr_scheduler_configs):
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise refuse(
+            "LBFGS with updates of several micro-batches: it evaluates each of them more than once",
+            "set neither accumulate_grad_batches nor max_device_batch_size, and no policy that follows the variance "
+            "of gradients",
+        )
+    if getattr(trainer.strategy.model, "static_graph", False):
+        raise refuse(
+            "DDPStrategy(static_graph=True) with updates of several micro-batches",
+            "leave static_graph out, or set neither accumulate_grad_batches nor max_device_batch_size, and no policy "
+            "that follows the variance of gradients",
+        )
+    if _steps_seldom(trainer):
         raise refuse(
             "a scheduler with a frequency other than 1 together with micro-batches",
             "set frequency=1 in configure_optimizers, or neither accumulate_grad_batches nor max_device_batch_size",
         )
+
+
+def _steps_seldom(trainer: pl.Trainer) -> bool:
+    """Whether a scheduler steps every so many batches, which Lightning counts by parts."""
+    return any(config.interval == "step" and config.frequency != 1 for config in trainer.lr_scheduler_configs)
 
 
 def check_variance(trainer: pl.Trainer, settings: Settings, loaders: int) -> None:
@@ -143,7 +184,7 @@ def check_variance(trainer: pl.Trainer, settings: Settings, loaders: int) -> Non
         )
     if loaders > 1:
         raise refuse(f"{what} with several train loaders", another)
-    if any(config.interval == "step" and config.frequency != 1 for config in trainer.lr_scheduler_configs):
+    if _steps_seldom(trainer):
         raise refuse(
             f"{what} together with a scheduler with a frequency other than 1",
             f"set frequency=1 in configure_optimizers, or {another}",

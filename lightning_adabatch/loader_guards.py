@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -138,6 +138,25 @@ def check_together(
             'CombinedLoader(mode="max_size") whose first loader ends before another: its size is the batch size',
             "put the loader with the most batches first",
         )
+
+
+def check_ranks(everybody: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse loaders that are not alike on all ranks.
+
+    Args:
+        everybody: By rank, what must be the same on all.
+
+    Raises:
+        MisconfigurationException: If it is not.
+    """
+    for what, first in everybody[0].items():
+        found = [facts[what] for facts in everybody]
+        if any(one != first for one in found):
+            listed = ", ".join(str(one[0] if isinstance(one, list) and len(one) == 1 else one) for one in found)
+            raise refuse(
+                f"train loaders whose {what} is another one on each rank ({listed}): all ranks make the same decisions",
+                f"give the loaders of all ranks the same {what}",
+            )
 
 
 def check_length(settings: Settings, samples: int | None) -> None:

@@ -26,6 +26,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from lightning_adabatch.hooks import registered
+
 _PLANNED: dict[type, str] = {
     OneCycleLR: "total_steps",
     CosineAnnealingLR: "T_max",
@@ -64,9 +66,9 @@ class LRFactor:
 
     @property
     def base(self) -> float:
-        """Learning rate of the first group, without the factor."""
-        lr = self.optimizers[0].param_groups[0]["lr"]
-        return float(self._base(_key(0, 0, lr), lr))
+        """Learning rate of the first group, without the factor; NaN where it has none."""
+        lr = self.optimizers[0].param_groups[0].get("lr")
+        return math.nan if lr is None else float(self._base(_key(0, 0, lr), lr))
 
     def set(self, factor: float) -> None:
         """Put another factor on all groups; 1 gives the base learning rates back, bit for bit."""
@@ -107,7 +109,7 @@ class LRFactor:
     def bases(self, optimizer: Optimizer) -> list[Any]:
         """Return the base learning rates of an optimizer's groups, as copies."""
         number = self.optimizers.index(optimizer)
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group.get("lr") for group in optimizer.param_groups]
         bases = [self._base(_key(number, i, lr), lr) for i, lr in enumerate(rates)]
         return [base.clone() if isinstance(base, Tensor) else base for base in bases]
 
@@ -148,7 +150,11 @@ class LRFactor:
     def _watch(self) -> None:
         """Know the learning rates again that a user wrote down while the factor was on, and loads later."""
         self._unwatch()
-        self._hooks = [one.register_load_state_dict_post_hook(self._loaded) for one in self.optimizers]
+        self._hooks = [
+            handle
+            for one in self.optimizers
+            for handle in registered(one.register_load_state_dict_post_hook, self._loaded)
+        ]
 
     def _unwatch(self) -> None:
         while self._hooks:
@@ -164,6 +170,8 @@ class LRFactor:
     def _groups(self) -> Iterator[tuple[_Key, dict[str, Any]]]:
         for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
+                if group.get("lr") is None:
+                    continue  # refused, but where the factor stays 1
                 yield _key(number, index, group["lr"]), group
 
     def _base(self, key: _Key, shows: Any) -> Any:

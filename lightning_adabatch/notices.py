@@ -23,7 +23,7 @@ class Notices:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._loss_is_due = self._gradients_are_due = True
+        self._loss_is_due = self._gradients_are_due = self._updates_are_due = True
         self.tail_is_due = False
 
     def no_loss(self, *, manual: bool) -> None:
@@ -51,6 +51,16 @@ class Notices:
             f"AdaptiveBatchSize: no gradients were seen, which {self._policy!r} follows, so that no decision is made. "
             "They are measured when Lightning steps the optimizer: call optimizer.step(closure) on what "
             "self.optimizers() or optimizer_step gives you, and not on the optimizer inside of it."
+        )
+
+    def no_updates(self) -> None:
+        """Say that an epoch went by without an update, and how updates are to be shown."""
+        if not self._updates_are_due:
+            return
+        self._updates_are_due = False
+        rank_zero_warn(
+            "AdaptiveBatchSize: an epoch went by and no optimizer was seen to step, so that the batch size stays as it "
+            "is. Under manual optimization step what self.optimizers() gives you, and not an optimizer inside of it."
         )
 
     def small_tail(self, trained: int, wanted: int, initial: int) -> None:

@@ -71,7 +71,9 @@ class Rates:
                 continue  # of a sharded optimizer only the first rank has the full state
             groups = states[number]["param_groups"]
             bases = self._factor.bases(optimizer)
-            changed = [{**group, "lr": base} for group, base in zip(groups, bases, strict=True)]
+            changed = [
+                group if base is None else {**group, "lr": base} for group, base in zip(groups, bases, strict=True)
+            ]
             states[number] = {**states[number], "param_groups": changed}
 
     def release(self) -> None:

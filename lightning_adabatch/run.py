@@ -134,6 +134,8 @@ class Run:
             self._logbook.end_epoch(self.controller)
             if self._meter.measures_loss and not self.update.loss_seen and self.controller.latest is None:
                 self._say_no_loss()
+            if self.update.manual and self.controller.updates == 0:
+                self._notices.no_updates()
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Forget what a batch that never reached its end left behind."""

@@ -13,7 +13,7 @@ from lightning_adabatch.controller import Cadence
 from lightning_adabatch.limits import Limits, LRScaling, round_down, round_up
 from lightning_adabatch.loader import Tail
 from lightning_adabatch.plain import plain
-from lightning_adabatch.policies import EVALUATED, OBSERVED, Policy
+from lightning_adabatch.policies import EVALUATED, OBSERVED, Constant, Policy
 
 _MEASURED = OBSERVED | EVALUATED
 _MOST = 2**62  # beyond any data set, and every ratio of such numbers is a float
@@ -74,6 +74,13 @@ class Settings:
     def follows_variance(self) -> bool:
         """Whether the policy asks for the variance of gradients, of which only an update in parts tells."""
         return "grad_variance" in self.policy.requires
+
+    @property
+    def moves_lr(self) -> bool:
+        """Whether the learning rate may have to move."""
+        if isinstance(self.policy, Constant):
+            return False
+        return self.adapt == "lr" or self.lr_scaling != "none" or self.max_batch_size != math.inf
 
     @property
     def evaluates(self) -> frozenset[str]:

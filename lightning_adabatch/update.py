@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_adabatch.hooks import calls_hooks, registered
 from lightning_adabatch.meter import Meter
 
 
@@ -44,14 +46,18 @@ class Update:
         self._loss_unseen = loss_unseen
         self._gradients_unseen = gradients_unseen
         self._hooks: list[Any] = []
+        self._silent: set[int] = set()  # optimizers whose steps no hook shows, by identity
         self.begin()
 
     def watch(self, optimizers: list[Optimizer]) -> None:
         """Note every step of these from now on, and of no others."""
         self.release()
-        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
-        if self.manual and self._scaler is None:
-            self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._silent = {id(optimizer) for optimizer in optimizers if not calls_hooks(optimizer)}
+        for optimizer in optimizers:
+            # A wrapper may hand the hook on to the optimizer inside: so it is bound to the one that is known here.
+            self._hooks += registered(optimizer.register_step_post_hook, partial(self._after_step, optimizer))
+            if self.manual and self._scaler is None:
+                self._hooks += registered(optimizer.register_step_pre_hook, partial(self._before_step, optimizer))
 
     def begin(self) -> None:
         """Forget what an update that never reached its end left behind."""
@@ -67,6 +73,8 @@ class Update:
 
     def take_gradients(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         """Measure the gradients that an optimizer is about to step with, times ``scale``."""
+        if id(optimizer) in self._silent:
+            self._note_step(optimizer)
         if self.meter.measures_norm:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.meter.gradients(grads, id(optimizer), scale)
@@ -107,14 +115,19 @@ class Update:
         scaler = self._scaler
         return value if scaler is None else value.detach() / scaler.scale(torch.ones_like(value))
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, _: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         # Of an optimizer that Lightning did not wrap. What Lightning steps comes with a closure, and is measured in it.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
         if closure is None:
             self.take_gradients(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _after_step(self, optimizer: Optimizer, _: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
+        self._note_step(optimizer)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
         # With automatic optimization a step without a backward pass is none: training_step returned None.
         if (self.had_backward or self.manual) and id(optimizer) not in self.stepped:
             self.stepped.append(id(optimizer))

@@ -57,8 +57,11 @@ class Counts:
             samples = kind.hint()
             if limit == 1.0 or samples is None:  # Lightning refuses a share of what has no length
                 return None, None
-            full, rest = divmod(samples, size)
-            return None, int((full + (rest > 0 and not kind.drop_last)) * limit) * size
+            batches = kind.length(size)
+            if batches is None:
+                full, rest = divmod(samples, size)
+                batches = full + (rest > 0 and not kind.drop_last)
+            return None, int(batches * limit) * size
         if overfit:
             return None, int(limit) * size
         return int(limit), None

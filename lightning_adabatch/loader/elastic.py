@@ -98,6 +98,7 @@ class ElasticLoader:
         self.trains: Callable[[Pass], bool] | None = None
         self._owned: DataLoader[Any] | None = None
         self.carried: list[Any] = []
+        self._stated: int | None = None  # the fewest samples that any rank's stream says it has
         self._place: dict[str, Any] | None = None
         self.lost_place = False
         self.keep: Callable[[EpochPlan], bool] | None = None
@@ -119,6 +120,15 @@ class ElasticLoader:
         return self._size.available()
 
     @property
+    def hint(self) -> int | None:
+        """Samples of the data, by which epochs are counted, be they only stated; None where nobody says."""
+        available = self.available()
+        if available is not None:
+            return available
+        stated = self.kind.hint()
+        return stated if stated is None or self._stated is None else min(stated, self._stated)
+
+    @property
     def order_giver(self) -> str:
         """The name of what gives the order of the samples."""
         giver = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
@@ -130,8 +140,11 @@ class ElasticLoader:
         return self._plans.nominal_length() < math.inf
 
     def agree(self, samples: int) -> None:
-        """Use no more of the sampler's indices than the rank with the fewest has."""
-        self._size.agreed = samples
+        """Use no more of the sampler's indices than the rank with the fewest has; of a stream only count by that."""
+        if self.kind.samples() is None:
+            self._stated = samples
+        else:
+            self._size.agreed = samples
 
     @property
     def epoch_samples(self) -> int | float:

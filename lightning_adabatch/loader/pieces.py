@@ -71,7 +71,10 @@ class BlockStream:
         taken: list[Piece] = []
         while size > 0:
             if not self._pieces and self.pull() == 0:  # would pass for the end of the epoch
-                raise RuntimeError("The DataLoader ended before its epoch did: this is a fault of lightning_adabatch.")
+                raise RuntimeError(
+                    "The DataLoader ended before its epoch did: something in it raised StopIteration, most likely the "
+                    "data set's __getitem__ or the collate_fn. Have it raise another error, or return a sample."
+                )
             piece = self._pieces.popleft()
             samples = piece.stop - piece.start
             if samples > size:  # a block that is a batch, as all are while the size stays, is taken as it is

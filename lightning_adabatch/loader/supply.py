@@ -108,6 +108,11 @@ class Kind(ABC):
         """Return about how many samples an epoch has; None where nobody knows."""
         return self.samples()
 
+    def length(self, size: int) -> int | None:
+        """Return how many batches the data itself says there are at a size; None where it has no batches of its own."""
+        del size
+        return None
+
     @property
     def generators(self) -> list[torch.Generator]:
         """Those of the user's own that passes draw from, each once."""

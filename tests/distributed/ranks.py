@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the helpers of all tests are
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torchmetrics import MeanMetric
 
-from lightning_adabatch import AdaptiveBatchSize, RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, ExponentialDamp, GeoDamp, Policy, RadaDamp, Schedule
 
 RANKS = 2
 
@@ -283,6 +284,37 @@ def too_small(out: Path) -> dict[str, Any]:
     return {"message": None}
 
 
+def unlike(out: Path) -> dict[str, Any]:
+    """Have loaders that differ on the two ranks."""
+    rank = torch.distributed.get_rank()
+    halved = AdaptiveBatchSize(GeoDamp(2, 1), adapt="lr")
+    tries = {
+        "size": (loader(40 + 20 * rank, 4 + 2 * rank), adapt(8, max_batch_size=16)),
+        "tail": (loader(42, 4, drop_last=rank == 1), adapt(8, max_batch_size=16)),
+        "size, lr": (loader(40 + 20 * rank, 4 + 2 * rank), halved),
+        "samples, lr": (loader(40 - 3 * rank, 4), halved),
+    }
+    messages = {}
+    for name, (train_loader, ours) in tries.items():
+        with pytest.raises(MisconfigurationException) as error:
+            train(Recorder(), train_loader, ours, use_distributed_sampler=False, root=out)
+        messages[name] = str(error.value)
+    return messages
+
+
+class Shares(OfRank):
+    """The same stream, which says how many samples it has for the rank that asks."""
+
+    def __len__(self) -> int:
+        return len(range(torch.distributed.get_rank(), len(self.data), RANKS))
+
+
+def stated(out: Path, policy: Policy) -> dict[str, Any]:
+    """Streams of 41 and 40 samples, of which each gives ten batches."""
+    ours = AdaptiveBatchSize(policy)
+    return train(Recorder(), DataLoader(Shares(81), 4, drop_last=True), ours, epochs=3, root=out)
+
+
 def own_batch_sampler(out: Path) -> dict[str, Any]:
     data = Indexed(64)
     batches = WithName(SequentialSampler(data), 4, drop_last=False, name="mine")
@@ -346,6 +378,10 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "device_sizes": device_sizes,
     "too_small": too_small,
     "own_data": own_data,
+    "unlike": unlike,
+    "stated_epochs": lambda out: stated(out, GeoDamp(2, 1)),
+    "stated_cap": lambda out: stated(out, ExponentialDamp(1.5)),
+    "stated_points": lambda out: stated(out, Schedule({0: 8, 0.9: 12, 1.7: 16}, unit="epochs")),
     "logs": lambda out: train(
         Logs(), loader(64, 4), rada(), logger=Memory(), log_every_n_steps=2, root=out, validation=loader(10, 5)
     ),

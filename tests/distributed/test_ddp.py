@@ -26,6 +26,7 @@ ALL = [
     *("same_dwell_1", "same_dwell_5", "same_capped", "device_sizes", "own_data", "logs", "not_a_number", "from_one"),
     *(f"policy_{name}" for name in SETTINGS),
 ]
+STATED = ["stated_epochs", "stated_cap", "stated_points"]
 
 
 def sizes(result) -> list[int]:
@@ -36,7 +37,9 @@ def indices(result, epoch: int | None = None) -> list[int]:
     return [i for batch in result["batches"] if epoch in (None, batch["epoch"]) for i in batch["indices"]]
 
 
-@pytest.mark.parametrize("name", [*ALL, "same_in_parts", "accumulated", "stream", "stream_with_workers", "two_loaders"])
+@pytest.mark.parametrize(
+    "name", [*ALL, "same_in_parts", "accumulated", "stream", "stream_with_workers", "two_loaders", *STATED]
+)
 def test_ranks_agree(name, both):
     """C07, C68: the same sizes, decisions, learning rates, counts, weights and validations on every rank, always."""
     first, second = both(name)
@@ -258,6 +261,26 @@ def test_several_loaders(both):
     assert first["sampler"][0] == "DistributedSampler"
     for epoch in range(2):
         assert sorted(indices(first, epoch) + indices(second, epoch)) == list(range(64))
+
+
+def test_stated_lengths_that_differ(both):
+    """Streams that say 41 and 40 samples count epochs by the smaller number, and have the smaller one as their cap."""
+    first, second = both("stated_epochs")
+    assert first["counts"] == second["counts"]
+    assert first["counts"][3:5] == [80 + 80 + 2 * 32, 2.8]  # in batches of 8, 16, 32
+    assert both("stated_cap")[0]["counts"][0] == 80
+    assert set(both("stated_points")[1]["decisions"]) == {8, 12, 16}
+
+
+def test_loaders_that_differ(both):
+    """What must be alike on all ranks, for they decide alike, is refused by name on all of them."""
+    first, second = both("unlike")
+    assert first == second
+    assert "whose batch size is another one on each rank (4, 6)" in first["size"]
+    assert "give the loaders of all ranks the same batch size" in first["size"]
+    assert "whose drop_last is another one on each rank (False, True)" in first["tail"]
+    assert "whose batch size is another one on each rank (4, 6)" in first["size, lr"]
+    assert "whose number of samples is another one on each rank (40, 37)" in first["samples, lr"]
 
 
 def test_own_samplers(both):

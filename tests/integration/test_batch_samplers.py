@@ -152,6 +152,27 @@ def test_limits(limit, tmp_path):
     assert module.validations == [len(module.sizes)]
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_share_of_what_a_batch_sampler_yields(drop_last, tmp_path):
+    """Whether it drops an incomplete batch only its length says: a share is that of a run without the callback."""
+
+    class Own(BatchSampler):
+        def __iter__(self):
+            left = list(self.sampler)
+            while len(left) >= (self.batch_size if self.drop_last else 1):
+                batch, left = left[: self.batch_size], left[self.batch_size :]
+                yield batch
+
+    runs = []
+    for callbacks in ([], [AdaptiveBatchSize(Constant())]):
+        module, data = Recorder(), Indexed(37)
+        train_loader = DataLoader(data, batch_sampler=Own(SequentialSampler(data), 4, drop_last))
+        fit(module, train_loader, callbacks=callbacks, limit_train_batches=0.5, root=tmp_path)
+        runs.append([batch.indices for batch in module.batches])
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 2 * (4 if drop_last else 5)
+
+
 def test_plain_batch_sampler_counts_as_its_sampler(tmp_path):
     """A BatchSampler, and a subclass that does not group in another way, are exact as a plain loader is."""
 

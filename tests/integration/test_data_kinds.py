@@ -213,6 +213,19 @@ class Own:
         return next(iter(loader(4, 4)))
 
 
+def test_a_sample_that_raises_stop_iteration(tmp_path):
+    """It would pass for the end of the epoch, samples before its end: whose fault it is most likely is said."""
+
+    class Ends(Indexed):
+        def __getitem__(self, index):
+            if index == 5:
+                raise StopIteration
+            return super().__getitem__(index)
+
+    with pytest.raises(RuntimeError, match=r"raised StopIteration, most likely the data set's __getitem__"):
+        fit(Recorder(), DataLoader(Ends(12), 4), callbacks=[adapt(4, 8)], root=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("train", "name"),
     [

@@ -68,6 +68,20 @@ def test_size_is_kept_over_a_reload(tmp_path):
     assert len(module.validations) == 3
 
 
+def test_another_size_of_a_reloaded_loader(tmp_path):
+    """A loader with another batch size on each reload, as schedules are made by hand: the policy's word stands."""
+
+    class Net(Recorder):
+        def train_dataloader(self):
+            return loader(64, 4 + self.current_epoch)
+
+    module = Net()
+    with pytest.warns(UserWarning, match=r"has batch_size=5, where it was 4, and .*Schedule\(\{0: 4, 1: 5\}") as told:
+        fit(module, None, callbacks=[adapt(4, 16)], epochs=3, reload_dataloaders_every_n_epochs=1, root=tmp_path)
+    assert [module.sizes_in(epoch)[0] for epoch in range(3)] == [4, 16, 16]
+    assert sum("the reloaded train loader" in str(one.message) for one in told) == 1
+
+
 @pytest.mark.parametrize("where", ["hard-coded", "bs", "fit", "module"])
 def test_wherever_the_loader_comes_from(where, tmp_path):
     """C37, C36: the initial size is the loader's, from a datamodule, the module or fit; attributes are left alone."""

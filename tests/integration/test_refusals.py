@@ -12,6 +12,7 @@ import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceXLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, Streamed, adapt, fit, loader, quiet
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
@@ -140,6 +141,72 @@ class Words:
 
 def by_groups(root, **kwargs):
     fit(Recorder(), DataLoader(Indexed(8), batch_sampler=Grouped()), callbacks=[adapt(4, **kwargs)], root=root)
+
+
+def parts_and_lbfgs(root):
+    class Quasi(Recorder):
+        def configure_optimizers(self):
+            return LBFGS(self.parameters(), 0.1)
+
+    fit(Quasi(), loader(8, 4), callbacks=[adapt(4, max_device_batch_size=4)], root=root)
+
+
+def parts_of_a_static_graph(root):
+    trainer = quiet([adapt(4)], root=root)
+    trainer.strategy.connect(Recorder())
+    trainer.strategy.model = SimpleNamespace(static_graph=True)  # as DDP's module has it
+    guards.check_parts(trainer)
+
+
+def another_accumulation(root):
+    class Accumulates(Recorder):
+        def on_train_epoch_start(self):
+            self.trainer.accumulate_grad_batches = 1 + self.current_epoch
+
+    fit(Accumulates(), loader(8, 4), callbacks=[adapt(4)], root=root)
+
+
+def scaled_steps_that_nobody_sees(root):
+    class Wrapped(SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Module(Recorder):
+        def configure_optimizers(self):
+            optimizer = Wrapped(self.parameters(), 0.1)
+            del Wrapped.step.hooked  # as if Optimizer.__init__ had not run
+            return optimizer
+
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    fit(Module(), loader(8, 4), callbacks=[adapt(4)], plugins=[half], root=root)
+
+
+def no_learning_rate(root):
+    class Without(Recorder):
+        def configure_optimizers(self):
+            optimizer = SGD(self.parameters(), 0.1)
+            optimizer.param_groups[0]["lr"] = None
+            return optimizer
+
+    fit(Without(), loader(8, 4), callbacks=[adapt(4, max_batch_size=8)], root=root)
+
+
+def closure_again(root):
+    class Twice(SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    class Module(Recorder):
+        def configure_optimizers(self):
+            return Twice(self.parameters(), 0.1)
+
+    fit(Module(), loader(8, 4), callbacks=[adapt(4, max_device_batch_size=2)], root=root)
+
+
+def ranks_that_differ(root):
+    del root
+    loader_guards.check_ranks([{"batch size": [4]}, {"batch size": [6]}])
 
 
 def groups_that_do_not_follow(root):
@@ -284,6 +351,13 @@ SETUPS: dict[Any, str] = {
     fused_under_a_scaler: "gradients where nobody sees them. What to do: set fused=False in the optimizer, or use",
     parts_by_hand: "max_device_batch_size with manual optimization. What to do: remove max_device_batch_size.",
     parts_and_frequency: "a frequency other than 1 together with micro-batches. What to do: set frequency=1 in",
+    parts_and_lbfgs: "LBFGS with updates of several micro-batches: it evaluates each of them more than once. What to",
+    parts_of_a_static_graph: "DDPStrategy(static_graph=True) with updates of several micro-batches. What to do: leave",
+    another_accumulation: "trainer.accumulate_grad_batches=2, which was 1 when the fit began. What to do: leave it as",
+    scaled_steps_that_nobody_sees: "Wrapped, which did not run Optimizer.__init__, with a gradient scaler: whether it",
+    no_learning_rate: "SGD without a learning rate of its own, which past max_batch_size would be lowered. What to do",
+    closure_again: "evaluates its closure more than once per step (SAM, LBFGS) together with updates of several micro",
+    ranks_that_differ: "train loaders whose batch size is another one on each rank (4, 6): all ranks make the same",
     groups_that_do_not_follow: "the batch sampler Settled, whose batches stay as they are when its batch_size is set",
     groups_that_are_accumulated: "the batch sampler Grouped with accumulate_grad_batches: its batch_size need not be",
     groups_that_are_carried: "tail='carry' with the batch sampler Grouped, which says itself what becomes of the rest",

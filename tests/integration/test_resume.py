@@ -239,6 +239,21 @@ def weighted(generator=None):
     return lambda: train_loader(sampler=WeightedRandomSampler(weights, SAMPLES, generator=generator and generator()))
 
 
+class SecretSampler(torch.utils.data.Sampler):
+    """Keeps the epoch that it is told to itself."""
+
+    told = 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def set_epoch(self, epoch):
+        self.told = epoch
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.told).permutation(SAMPLES).tolist())
+
+
 class NumPySampler(torch.utils.data.Sampler):
     """Its indices and its epoch are NumPy's integers."""
 
@@ -294,6 +309,7 @@ VARIANTS = {
     "WeightedRandomSampler": replace(BASE, train=weighted()),
     "WeightedRandomSampler, own generator": replace(BASE, train=weighted(own_generator())),
     "DataLoader(generator=...)": replace(BASE, train=lambda: train_loader(generator=own_generator()())),
+    "sampler whose epoch is not called epoch": replace(BASE, train=lambda: train_loader(sampler=SecretSampler())),
     "NumPy's sampler, carried": Setup(
         scripted(tail="carry"), train=lambda: train_loader(sampler=NumPySampler()), trainer={"epochs": 4}
     ),

@@ -23,14 +23,15 @@ LAYERS: dict[str, set[str]] = {
     "report": set(),
     "validation": set(),
     "meter": {"policies"},
-    "lr": set(),
+    "hooks": set(),
+    "lr": {"hooks"},
     "generators": set(),
     "ranks": set(),
     "checkpoint": {"plain"},
     "loader": {"generators", "plain"},
     "settings": {"controller", "limits", "loader", "plain", "policies"},
     "sinks": {"report"},
-    "guards": {"loader", "settings"},
+    "guards": {"hooks", "loader", "settings"},
     "loader_guards": {"guards", "loader", "settings"},
     "fixed": {"guards", "loader"},
     "diversity": set(),
@@ -41,7 +42,7 @@ LAYERS: dict[str, set[str]] = {
     "evaluation": {"bridge", "diversity", "ranks", "subset"},
     "logbook": {"controller", "limits", "policies", "report", "sinks"},
     "notices": {"policies"},
-    "update": {"meter"},
+    "update": {"hooks", "meter"},
     "division": {"bridge", "data", "guards", "settings", "update"},
     "rates": {"lr", "policies", "settings"},
     "run": {
@@ -53,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
 }
 
 PURE = {"plain", "policies", "limits", "controller", "report", "validation", "checkpoint"}
-TORCH_ONLY = {"loader", "meter", "lr", "generators", "ranks", "update", "diversity", "subset"}
+TORCH_ONLY = {"loader", "meter", "hooks", "lr", "generators", "ranks", "update", "diversity", "subset"}
 POLICIES_MAY_IMPORT = {"__future__", "abc", "collections", "dataclasses", "math", "typing", "typing_extensions"}
 
 FILES = sorted(ROOT.rglob("*.py"))
