@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. Each sets up what it needs, in .venv.
+# `make demo` and `make test` are where to start. Each target sets up what it needs, in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the paper's network with a constant and with an adaptive batch size, and compare the two.
+"""Train the paper's network with a constant and with adaptive batch sizes, and compare them.
 
 python examples/quickstart.py                      # 6,000 images that come with the examples, a minute or two
 python examples/quickstart.py --data DIR           # all 60,000, from a folder with the four original files
@@ -18,7 +18,7 @@ import matplotlib as mpl
 from fashion import FashionData, PaperNet
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_adabatch import AdaptiveBatchSize, Constant, Policy, RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, Constant, Cooldown, Policy, RadaDamp
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt  # after the backend that needs no screen
@@ -45,11 +45,27 @@ class History(pl.Callback):
             self.rows.append(row)
 
 
-def train(name: str, policy: Policy, args: argparse.Namespace) -> list[tuple[float, ...]]:
-    """Train once with a policy and return the history, a row per epoch."""
-    pl.seed_everything(args.seed, workers=True)
+def methods(args: argparse.Namespace) -> dict[str, AdaptiveBatchSize]:
+    """Return what is compared: a constant size, Algorithm 1 of the paper, and where the README says to start."""
+    start = RadaDamp(grad_norm_weight=0.05, warmup=50)
+    policies: dict[str, tuple[Policy, dict[str, Any]]] = {
+        "constant": (Constant(), {}),
+        "RadaDamp": (RadaDamp(), {}),
+        "recommended": (
+            Cooldown(start, start=0.8 * args.epochs, end=args.epochs),
+            {"min_batch_size": args.batch_size, "lr_scaling": "linear"},
+        ),
+    }
     # Full batches only: what is left at an epoch's end is another number each time that the size moves.
-    adaptive = AdaptiveBatchSize(policy, max_batch_size=args.max_batch_size, tail="carry")
+    return {
+        name: AdaptiveBatchSize(policy, max_batch_size=args.max_batch_size, tail="carry", **settings)
+        for name, (policy, settings) in policies.items()
+    }
+
+
+def train(name: str, adaptive: AdaptiveBatchSize, args: argparse.Namespace) -> list[tuple[float, ...]]:
+    """Train once and return the history, a row per epoch."""
+    pl.seed_everything(args.seed, workers=True)
     history = History(adaptive)
     trainer = pl.Trainer(
         max_epochs=args.epochs,
@@ -68,12 +84,12 @@ def train(name: str, policy: Policy, args: argparse.Namespace) -> list[tuple[flo
 def table(runs: dict[str, list[tuple[float, ...]]]) -> str:
     """Return the last row of every run, with the mean accuracy at the end, and the batch size after each epoch."""
     formats = ("{:,.0f}", "{:,.0f}", "{:.1f}", "{:,.0f}", "{:.3f}", "{:.2%}", "{:.0f}")
-    lines = [f"{'':10}" + "".join(f"{column:>12}" for column in COLUMNS)]
+    lines = [f"{'':12}" + "".join(f"{column:>12}" for column in COLUMNS)]
     for name, rows in runs.items():
         accuracies = [row[5] for row in rows[-LAST:]]
         last = (*rows[-1][:5], sum(accuracies) / len(accuracies), *rows[-1][6:])
         cells = [style.format(value) for style, value in zip(formats, last, strict=True)]
-        lines.append(f"{name:10}" + "".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{name:12}" + "".join(f"{cell:>12}" for cell in cells))
     lines.append(f"(accuracy: mean of the last {LAST} epochs)")
     for name, rows in runs.items():
         lines.append(f"Batch size after each epoch, {name}: " + " ".join(f"{row[3]:.0f}" for row in rows))
@@ -115,8 +131,8 @@ def arguments(given: Any = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train both, print the table, draw the picture, and say how to look at the logs."""
-    runs = {"constant": train("constant", Constant(), args), "RadaDamp": train("RadaDamp", RadaDamp(), args)}
+    """Train all, print the table, draw the picture, and say how to look at the logs."""
+    runs = {name: train(name, adaptive, args) for name, adaptive in methods(args).items()}
     picture = args.out / "quickstart.png"
     draw(runs, picture)
     print(f"\n{table(runs)}\n\nPicture: {picture}")

@@ -60,7 +60,7 @@ class Limits:
             B = \min(\max(\text{wanted}, \text{floor}), \text{cap}), \quad
             \text{lr factor} = \min(1, \text{cap} / \text{wanted})
 
-        This is lines 2 to 5 and 14 of the paper's Algorithm 1. Being memoryless it gives the LR back as
+        This is what the paper's Algorithm 1 makes of d̂_0 / d̂_k. Being memoryless it gives the LR back as
         soon as the wanted size falls below the cap.
         """
         if not damping > 0.0:

@@ -56,7 +56,8 @@ class RadaDamp(Policy[RadaDampState]):
 
         1. F* is subtracted from the loss, as Eq. 3 does; Algorithm 1 has F* = 0, which is the default.
         2. ``warmup=1``, λ = 1e-3 is Algorithm 1 as printed. The published numbers were made with
-           ``warmup=50``, λ = 0.05 and a batch size that never falls below B0.
+           ``warmup=50``, λ = 0.05 and a batch size that never falls below B0; that code also cut B0 · damping off to
+           a whole number, where Algorithm 1 and this package round up: one sample at most.
         3. d̂_0 ≤ 0 has no meaning as a ratio: the damping is then 1 and the user is told once. d̂_k ≤ 0 < d̂_0
            asks for the largest batch size that needs no LR decay.
 

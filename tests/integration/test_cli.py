@@ -12,12 +12,13 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from models import Recorder, Sizes, loader
 
-from lightning_adabatch import AdaptiveBatchSize, GeoDamp, RadaDamp, Schedule
+from lightning_adabatch import AdaptiveBatchSize, Cooldown, GeoDamp, RadaDamp, Schedule
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PRINTED = next(block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "AdaptiveBatchSize" in block)
+BLOCKS = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+PRINTED = next(block for block in BLOCKS if "AdaptiveBatchSize" in block)
 
 
 class Net(Recorder):
@@ -78,6 +79,16 @@ def test_yaml_of_the_readme_runs_as_printed(tmp_path):
     assert ours(cli).settings.max_batch_size == 1024
     assert ours(cli).settings.tail == "carry"
     assert ours(cli).updates >= 7
+
+
+def test_nested_rules_of_the_readme(tmp_path):
+    """The README's second piece of YAML, put under ``init_args``: a rule in a rule, and no cap."""
+    (nested,) = [block for block in BLOCKS if block.startswith("policy:")]
+    config = yaml.safe_load(PRINTED)
+    config["trainer"]["callbacks"][0]["init_args"] = yaml.safe_load(nested)
+    cli = run(tmp_path, written(tmp_path, yaml.safe_dump(config)))
+    assert ours(cli).settings.policy == Cooldown(RadaDamp(grad_norm_weight=0.05, warmup=50), 160, 200)
+    assert ours(cli).settings.max_batch_size == float("inf")
 
 
 def test_nested_value_on_the_command_line(tmp_path):
