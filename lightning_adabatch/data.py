@@ -56,7 +56,7 @@ class TrainData:
                 loader.resize(batch_size // self._ranks.count)
             else:  # in proportion to the first one
                 initial = loaders[0].initial_batch_size * self._ranks.count
-                loader.resize(-(-loader.initial_batch_size * batch_size // initial))
+                loader.resize_with(batch_size, initial)
 
     def look(self) -> tuple[int | None, int | None, int | float]:
         """Return B0, the number of training samples, and the samples of one epoch, over all ranks.
@@ -183,8 +183,7 @@ class TrainData:
                 self.controller.move_to(limits, training_samples=None if hint is None else hint * ranks)
                 elastic.resize(self.controller.decision.batch_size // ranks)
             else:
-                initial = self.controller.limits.initial_batch_size
-                elastic.resize(-(-elastic.initial_batch_size * self.controller.decision.batch_size // initial))
+                elastic.resize_with(self.controller.decision.batch_size, self.controller.limits.initial_batch_size)
             before = self._slot.loaders[number] if number < len(self._slot.loaders) else None
             if before is not None and before.own_batch_size != own and number == 0:
                 self._say_size_stays(before.own_batch_size, own)

@@ -114,7 +114,10 @@ class Places:
             self._placed = loader
         rank, ranks = self._ranks.rank, self._ranks.count
         size, initial = restored.rule["batch_size"], restored.rule["initial_batch_size"]
-        loader.resize(max(1, size // ranks) if number == 0 else -(-loader.initial_batch_size * size // initial))
+        if number == 0:
+            loader.resize(max(1, size // ranks))
+        else:
+            loader.resize_with(size, initial)
         if restored.device_limit is not None:
             loader.lower(restored.device_limit)
         own = _of_loader(restored.of_rank(rank), number)

@@ -177,6 +177,10 @@ class ElasticLoader:
         """Set the size of the batches to come, in samples, ≥ 1."""
         self._size.set(batch_size)
 
+    def resize_with(self, size: int, initial: int) -> None:
+        """Keep its proportion to another loader, whose batches had ``initial`` samples and have ``size`` now."""
+        self.resize(-(-self.initial_batch_size * size // initial))
+
     def lower(self, device_limit: int) -> None:
         """Hand out batches of more samples in parts from now on; those of passes that are going on stay."""
         before = self._size.device_limit
