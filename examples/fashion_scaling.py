@@ -174,7 +174,8 @@ def draw(costs: Mapping[tuple[str, str], Mapping[str, Sequence[Cost]]], workers:
         panel.grid(alpha=0.3, which="both")
     for axis in (panels[2].xaxis, *(panel.yaxis for panel in panels)):
         axis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter())
-    panels[0].legend(fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -44,6 +44,7 @@ class TrainData:
         self._ranks = ranks
         self._accumulate = accumulate
         self._said_size_stays = False
+        self._fewest: int | None = None  # samples of the rank that has the fewest, where loaders are left alone
         self.places = Places(self._slot, self._epoch, ranks)
         if settings.adapt == "batch_size":
             self._slot.install(self._make_elastic, made=self._counts.loaders_made)
@@ -70,8 +71,11 @@ class TrainData:
         if self._slot.uses_dataloader_iter:
             raise guards.refuse("training_step(dataloader_iter)", "take batch and batch_idx in training_step instead")
         found = self._slot.train_loaders()
-        loader_guards.check_ranks(self._ranks.gather(self._facts()))
+        everybody = self._ranks.gather(self._facts())
+        loader_guards.check_ranks([alike for alike, _ in everybody])
         if self._settings.adapt == "lr":
+            known = [samples for _, samples in everybody if samples is not None]
+            self._fewest = min(known) if len(known) == len(everybody) else None
             initial, samples = self.fixed.initial_batch_size, self.fixed.samples
             loader_guards.check_length(self._settings, samples)
             several = None if initial is None else initial * ranks * self._accumulate
@@ -94,16 +98,14 @@ class TrainData:
         hint = loader.hint
         return None if hint is None else hint * self._ranks.count, loader.epoch_samples * self._ranks.count
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, for else their batches and decisions would not be."""
+    def _facts(self) -> tuple[dict[str, Any], int | None]:
+        """Return what must be the same on all ranks, for else their batches and decisions would not be, and samples."""
         if self._settings.adapt == "lr":
-            fixed = self.fixed
-            return {"batch size": fixed.initial_batch_size, "number of samples": fixed.samples}
-        loaders = self._slot.loaders
-        return {
-            "batch size": [one.own_batch_size for one in loaders],
-            "drop_last": [one.tail == "drop" for one in loaders],
-        }
+            fixed = FixedLoaders(self._slot.train_loaders())
+            return {"batch size": fixed.initial_batch_size}, fixed.samples
+        sizes = [one.own_batch_size for one in self._slot.loaders]
+        drops = [one.tail == "drop" for one in self._slot.loaders]
+        return {"batch size": sizes, "drop_last": drops}, None
 
     @property
     def own_loaders(self) -> list[Any]:
@@ -132,7 +134,7 @@ class TrainData:
     @property
     def fixed(self) -> FixedLoaders:
         """The user's own loaders, which ``adapt="lr"`` leaves alone."""
-        return FixedLoaders(self._slot.train_loaders())
+        return FixedLoaders(self._slot.train_loaders(), self._fewest)
 
     def follow(self, controller: Controller) -> None:
         """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""
@@ -186,7 +188,8 @@ class TrainData:
                 elastic.resize_with(self.controller.decision.batch_size, self.controller.limits.initial_batch_size)
             before = self._slot.loaders[number] if number < len(self._slot.loaders) else None
             if before is not None and before.own_batch_size != own and number == 0:
-                self._say_size_stays(before.own_batch_size, own)
+                of_an_update = self._ranks.count * self._accumulate
+                self._say_size_stays(before.own_batch_size * of_an_update, own * of_an_update)
             if before is not None and before.kind.samples() == kind.samples() is not None:
                 elastic.carried = before.carried  # of the same data: a reload loses none of it
         elif self.places.restored is not None:
@@ -199,9 +202,9 @@ class TrainData:
             return
         self._said_size_stays = True
         rank_zero_warn(
-            f"AdaptiveBatchSize: the reloaded train loader has batch_size={now}, where it was {before}, and the batch "
-            "size in force stays: it is for the policy to say. For sizes that you know ahead use a policy such as "
-            f"Schedule({{0: {before}, 1: {now}}}, unit='epochs')."
+            f"AdaptiveBatchSize: the reloaded train loader makes for {now} samples in an update, where it was {before} "
+            "and the size in force stays: it is for the policy to say. For sizes that you know ahead use a policy such "
+            f"as Schedule({{0: {before}, 1: {now}}}, unit='epochs')."
         )
 
     def _initial_size(self, own: int) -> int:

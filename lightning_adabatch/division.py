@@ -86,12 +86,12 @@ class Division:
             MisconfigurationException: If ``accumulate_grad_batches`` is another one now.
         """
         self._losses = 0
-        if self._trainer.accumulate_grad_batches != self._accumulate:
+        now = self._trainer.accumulate_grad_batches
+        if now != self._accumulate and not (self._in_windows and now > 1):
             raise guards.refuse(
-                f"trainer.accumulate_grad_batches={self._trainer.accumulate_grad_batches}, which was "
-                f"{self._accumulate} when the fit began",
-                "leave it as it is: how many samples an update has is for this callback to say, by a policy such as "
-                "Schedule({0: 64, 10: 128}, unit='epochs')",
+                f"trainer.accumulate_grad_batches={now}, which was {self._accumulate} when the fit began",
+                "give it to the Trainer and leave it as it is; for batch sizes that you know ahead use a policy such "
+                "as Schedule({0: 64, 10: 128}, unit='epochs')",
             )
         if self._in_windows:
             self._bridge.windows.begin_batch(self._data.trained(batch, batch_idx))

@@ -20,9 +20,11 @@ class FixedLoaders:
 
     Args:
         loaders: As Lightning runs over them.
+        fewest: Samples of the rank that has the fewest, by which all ranks count; None for this one's own.
     """
 
-    def __init__(self, loaders: Sequence[Any]) -> None:
+    def __init__(self, loaders: Sequence[Any], fewest: int | None = None) -> None:
+        self._fewest = fewest
         self._first: Any = loaders[0] if loaders else None
         self._several = len(loaders) > 1
 
@@ -38,6 +40,11 @@ class FixedLoaders:
     @property
     def samples(self) -> int | None:
         """Training samples, or None where nobody knows."""
+        own = self._own_samples
+        return own if own is None or self._fewest is None else min(own, self._fewest)
+
+    @property
+    def _own_samples(self) -> int | None:
         loader = self._first
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return None
@@ -56,7 +63,8 @@ class FixedLoaders:
             return 0
         loader, size = self._first, self.initial_batch_size
         if size is not None and self._counts_plainly:
-            return max(0, min(size, len(loader.batch_sampler.sampler) - batch_idx * size))
+            there = len(loader.batch_sampler.sampler)
+            return max(0, min(size, (there if self._fewest is None else min(there, self._fewest)) - batch_idx * size))
         if self._several:
             batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
             if batch is None:  # the first loader ended before another one

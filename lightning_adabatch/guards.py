@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -134,11 +135,12 @@ def check_parts(trainer: pl.Trainer) -> None:
         raise refuse("max_device_batch_size with manual optimization", "remove max_device_batch_size")
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise refuse(
-            "LBFGS with updates of several micro-batches: it evaluates each of them more than once",
+            "LBFGS with updates of several micro-batches: it evaluates the last of them again, and the others not",
             "set neither accumulate_grad_batches nor max_device_batch_size, and no policy that follows the variance "
             "of gradients",
         )
-    if getattr(trainer.strategy.model, "static_graph", False):
+    wrapped = trainer.strategy.model
+    if isinstance(wrapped, DistributedDataParallel) and wrapped.static_graph:
         raise refuse(
             "DDPStrategy(static_graph=True) with updates of several micro-batches",
             "leave static_graph out, or set neither accumulate_grad_batches nor max_device_batch_size, and no policy "

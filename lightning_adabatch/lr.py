@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
@@ -153,15 +155,15 @@ class LRFactor:
         self._hooks = [
             handle
             for one in self.optimizers
-            for handle in registered(one.register_load_state_dict_post_hook, self._loaded)
+            for handle in registered(one, "load_state_dict_post", partial(self._loaded, one))
         ]
 
     def _unwatch(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _loaded(self, optimizer: Optimizer) -> None:
-        number = next(index for index, one in enumerate(self.optimizers) if one is optimizer)
+    def _loaded(self, optimizer: Optimizer, _: Optimizer) -> None:
+        number = self.optimizers.index(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             applied = self._applied.get((number, index))
             if applied is not None and not isinstance(group["lr"], Tensor) and applied.shown == group["lr"]:
@@ -198,13 +200,13 @@ def planned_steps(scheduler: Any) -> float | None:
     if all(steps is None for steps in planned):
         return None
     if isinstance(scheduler, SequentialLR):  # a part begins at its milestone, and the last one stays
-        return int(scheduler._milestones[-1]) + (planned[-1] or 0)
+        return int((scheduler._milestones or [0])[-1]) + (planned[-1] or 0)
     return max(steps for steps in planned if steps is not None)
 
 
 def _parts(scheduler: Any) -> Sequence[Any]:
     """Return what a SequentialLR or a ChainedScheduler is made of."""
-    parts: Sequence[Any] = getattr(scheduler, "_schedulers", [])
+    parts: Sequence[Any] = scheduler._schedulers if isinstance(scheduler, (SequentialLR, ChainedScheduler)) else []
     return parts
 
 

@@ -60,7 +60,8 @@ class Notices:
         self._updates_are_due = False
         rank_zero_warn(
             "AdaptiveBatchSize: an epoch went by and no optimizer was seen to step, so that the batch size stays as it "
-            "is. Under manual optimization step what self.optimizers() gives you, and not an optimizer inside of it."
+            "is. Under manual optimization step what self.optimizers() gives you, and not an optimizer inside of it. "
+            "(Nothing is wrong if you accumulate by hand over more than an epoch.)"
         )
 
     def small_tail(self, trained: int, wanted: int, initial: int) -> None:

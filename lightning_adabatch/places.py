@@ -83,7 +83,8 @@ class Places:
         if self._ranks.smallest(int(found)) == 0:
             for number, one in enumerate(loaders):
                 place = _of_loader(own, number).get("pass")
-                one.place_at(None if place is None else lost(_without_missing(place, one)))
+                data = _of_loader(own, number).get("data")
+                one.place_at(None if place is None else lost(_without_missing(place, one, data)))
             self._slot.begin_pass_again()
             rank_zero_warn(
                 f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
@@ -127,7 +128,7 @@ class Places:
             loader.sampler.set_epoch(restored.place["epoch"])  # what Lightning told it, which it keeps to itself
         place = own.get("pass")
         if place is not None:
-            place = _without_missing(place, loader)
+            place = _without_missing(place, loader, own.get("data"))
             if not restored.whole and rank > 0:  # it is the first rank's
                 place = lost(place) if place["carried"] or place["order"] is None else {**place, "witnesses": None}
             samples = loader.epoch_samples
@@ -151,7 +152,8 @@ class Places:
                 )
 
     def _carried(self, loader: ElasticLoader, restored: Snapshot, number: int) -> list[Any]:
-        return _still_there(self._all_carried(restored, number), loader)
+        data = _of_loader(restored.of_rank(self._ranks.rank), number).get("data")
+        return _still_there(self._all_carried(restored, number), loader, data)
 
     def _all_carried(self, restored: Snapshot, number: int) -> list[Any]:
         rank, ranks = self._ranks.rank, self._ranks.count
@@ -168,14 +170,16 @@ def _of_loader(own: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     return others[number - 1] if number <= len(others) else {}
 
 
-def _still_there(carried: list[Any], loader: ElasticLoader) -> list[Any]:
-    """Return the indices that the data has: a run may go on with fewer samples."""
-    samples = known_length(loader.dataset)
-    return [index for index in carried if samples is None or not isinstance(index, int) or index < samples]
+def _still_there(carried: list[Any], loader: ElasticLoader, before: int | None) -> list[Any]:
+    """Return the indices that the data has still, where it had ``before`` samples: a run may go on with fewer."""
+    now = known_length(loader.dataset)
+    if now is None or before is None or now >= before:
+        return carried
+    return [index for index in carried if not isinstance(index, int) or not now <= index < before]
 
 
-def _without_missing(place: Mapping[str, Any], loader: ElasticLoader) -> dict[str, Any]:
-    return {**place, "carried": _still_there(place["carried"], loader)}
+def _without_missing(place: Mapping[str, Any], loader: ElasticLoader, before: int | None) -> dict[str, Any]:
+    return {**place, "carried": _still_there(list(place["carried"]), loader, before)}
 
 
 def _nothing() -> None:

@@ -169,6 +169,7 @@ class Run:
         """Count the batch, decide, apply the decision, and report."""
         controller = self.controller
         assert controller is not None  # for the type checker: start() came before
+        self.update.settle()
         if not self._division.whole:
             self._bridge.end_batch(batch_idx)
             return
@@ -209,6 +210,8 @@ class Run:
         if self.controller is None:
             return dict(FRESH) if self._data.places.restored is None else self._data.places.restored.state_dict()
         controller, meter, update = self.controller, self._meter, self.update
+        if self._bridge.resume.batch_processed:
+            update.settle()
         # Hooks of others may come before ours: what this update will have changed is worked out on copies.
         settled = self._division.whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
         updated, trained, used = bool(update.stepped), 0, controller.decision

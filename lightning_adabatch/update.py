@@ -55,15 +55,16 @@ class Update:
         self._silent = {id(optimizer) for optimizer in optimizers if not calls_hooks(optimizer)}
         for optimizer in optimizers:
             # A wrapper may hand the hook on to the optimizer inside: so it is bound to the one that is known here.
-            self._hooks += registered(optimizer.register_step_post_hook, partial(self._after_step, optimizer))
+            self._hooks += registered(optimizer, "step_post", partial(self._after_step, optimizer))
             if self.manual and self._scaler is None:
-                self._hooks += registered(optimizer.register_step_pre_hook, partial(self._before_step, optimizer))
+                self._hooks += registered(optimizer, "step_pre", partial(self._before_step, optimizer))
 
     def begin(self) -> None:
         """Forget what an update that never reached its end left behind."""
         self.meter.open()
         self.had_backward = False
         self.stepped: list[int] = []
+        self._about_to_step: list[Optimizer] = []
         self.closed = self.counted = False
 
     def take_loss(self, loss: Tensor, part: int, samples: int = 0, share_of: int = 0) -> None:
@@ -74,10 +75,15 @@ class Update:
     def take_gradients(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         """Measure the gradients that an optimizer is about to step with, times ``scale``."""
         if id(optimizer) in self._silent:
-            self._note_step(optimizer)
+            self._about_to_step.append(optimizer)
         if self.meter.measures_norm:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.meter.gradients(grads, id(optimizer), scale)
+
+    def settle(self) -> None:
+        """Take note of steps that no hook showed: whatever could have raised in them is over."""
+        while self._about_to_step:
+            self._note_step(self._about_to_step.pop(0))
 
     def take_first_part(self, optimizers: list[Optimizer], share: float, samples: float) -> None:
         """Measure the gradients of the first of several parts, which are ``share`` of its mean ones.

@@ -57,11 +57,14 @@ class Counts:
             samples = kind.hint()
             if limit == 1.0 or samples is None:  # Lightning refuses a share of what has no length
                 return None, None
-            batches = kind.length(size)
-            if batches is None:
-                full, rest = divmod(samples, size)
-                batches = full + (rest > 0 and not kind.drop_last)
-            return None, int(batches * limit) * size
+            full, rest = divmod(samples, size)
+            of_its_own = kind.length(size)
+            if of_its_own and of_its_own not in {
+                full,
+                full + (rest > 0),
+            }:  # batches of any size: a share of the samples
+                return None, int(int(of_its_own * limit) / of_its_own * samples)
+            return None, int((of_its_own or full + (rest > 0 and not kind.drop_last)) * limit) * size
         if overfit:
             return None, int(limit) * size
         return int(limit), None

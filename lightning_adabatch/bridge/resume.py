@@ -15,6 +15,7 @@ from lightning_adabatch.bridge.counts import Counts
 from lightning_adabatch.bridge.epoch import Epoch
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.bridge.slot import Slot
+from lightning_adabatch.loader import known_length
 
 
 class Resume:
@@ -105,7 +106,12 @@ class Resume:
             states, _ = self._epoch.state(at_mark=not settled)
         found = []
         for loader, state in zip(loaders, states, strict=True):
-            entry = {"carried": list(loader.carried), "shuffle_seed": loader.shuffle_seed, "pass": state}
+            entry = {
+                "carried": list(loader.carried),
+                "data": known_length(loader.dataset),
+                "shuffle_seed": loader.shuffle_seed,
+                "pass": state,
+            }
             found.append({**entry, "own_generators": loader.own_generators} if another_follows else entry)
         return found
 

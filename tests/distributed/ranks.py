@@ -292,7 +292,6 @@ def unlike(out: Path) -> dict[str, Any]:
         "size": (loader(40 + 20 * rank, 4 + 2 * rank), adapt(8, max_batch_size=16)),
         "tail": (loader(42, 4, drop_last=rank == 1), adapt(8, max_batch_size=16)),
         "size, lr": (loader(40 + 20 * rank, 4 + 2 * rank), halved),
-        "samples, lr": (loader(40 - 3 * rank, 4), halved),
     }
     messages = {}
     for name, (train_loader, ours) in tries.items():
@@ -307,6 +306,13 @@ class Shares(OfRank):
 
     def __len__(self) -> int:
         return len(range(torch.distributed.get_rank(), len(self.data), RANKS))
+
+
+def fewer(out: Path) -> dict[str, Any]:
+    """The learning rate alone, on 40 and 37 samples, in ten batches each."""
+    ours = AdaptiveBatchSize(GeoDamp(2, 0.31), adapt="lr")
+    train_loader = loader(40 - 3 * torch.distributed.get_rank(), 4)
+    return train(Recorder(), train_loader, ours, use_distributed_sampler=False, root=out)
 
 
 def stated(out: Path, policy: Policy) -> dict[str, Any]:
@@ -379,6 +385,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "too_small": too_small,
     "own_data": own_data,
     "unlike": unlike,
+    "fewer": fewer,
     "stated_epochs": lambda out: stated(out, GeoDamp(2, 1)),
     "stated_cap": lambda out: stated(out, ExponentialDamp(1.5)),
     "stated_points": lambda out: stated(out, Schedule({0: 8, 0.9: 12, 1.7: 16}, unit="epochs")),

@@ -272,6 +272,17 @@ def test_stated_lengths_that_differ(both):
     assert set(both("stated_points")[1]["decisions"]) == {8, 12, 16}
 
 
+def test_fewer_samples_on_one_rank(both):
+    """With ``adapt="lr"`` all ranks count by the one with the fewest samples: 37 of 40, in ten batches."""
+    first, second = both("fewer")
+    assert (sizes(first)[9], sizes(second)[9]) == (4, 1)  # nobody takes samples away
+    for same in ("decisions", "counts", "weights"):
+        assert first[same] == second[same], same
+    assert [batch["lr"] for batch in first["batches"]] == [batch["lr"] for batch in second["batches"]]
+    assert first["counts"][3:5] == [2 * 2 * 37, 2.0]
+    assert len({batch["lr"] for batch in first["batches"]}) > 4
+
+
 def test_loaders_that_differ(both):
     """What must be alike on all ranks, for they decide alike, is refused by name on all of them."""
     first, second = both("unlike")
@@ -280,7 +291,6 @@ def test_loaders_that_differ(both):
     assert "give the loaders of all ranks the same batch size" in first["size"]
     assert "whose drop_last is another one on each rank (False, True)" in first["tail"]
     assert "whose batch size is another one on each rank (4, 6)" in first["size, lr"]
-    assert "whose number of samples is another one on each rank (40, 37)" in first["samples, lr"]
 
 
 def test_own_samplers(both):

@@ -173,6 +173,23 @@ def test_a_share_of_what_a_batch_sampler_yields(drop_last, tmp_path):
     assert len(runs[0]) == 2 * (4 if drop_last else 5)
 
 
+@pytest.mark.parametrize(("sampler", "whole"), [(Buckets(80, 16, 8), 8), (Tokens(80, 5), 5)], ids=["buckets", "tokens"])
+def test_a_share_of_batches_of_any_size(sampler, whole, tmp_path):
+    """Batches that are not full, or whose size is not in samples: half of them, give or take one."""
+    module = Recorder()
+    data = DataLoader(Indexed(80), batch_sampler=sampler)
+    if isinstance(sampler, Tokens):
+        Tokens.__len__ = lambda self: sum(1 for _ in self)
+    try:
+        fit(module, data, callbacks=[AdaptiveBatchSize(Constant())], epochs=1, limit_train_batches=0.5, root=tmp_path)
+        length = len(sampler)
+    finally:
+        if isinstance(sampler, Tokens):
+            del Tokens.__len__
+    assert abs(len(module.batches) - length // 2) <= 1
+    assert len(module.batches) == whole or isinstance(sampler, Tokens)
+
+
 def test_plain_batch_sampler_counts_as_its_sampler(tmp_path):
     """A BatchSampler, and a subclass that does not group in another way, are exact as a plain loader is."""
 

@@ -76,7 +76,9 @@ def test_another_size_of_a_reloaded_loader(tmp_path):
             return loader(64, 4 + self.current_epoch)
 
     module = Net()
-    with pytest.warns(UserWarning, match=r"has batch_size=5, where it was 4, and .*Schedule\(\{0: 4, 1: 5\}") as told:
+    with pytest.warns(
+        UserWarning, match=r"makes for 5 samples in an update, where it was 4 and .*Schedule\(\{0: 4, 1: 5\}"
+    ) as told:
         fit(module, None, callbacks=[adapt(4, 16)], epochs=3, reload_dataloaders_every_n_epochs=1, root=tmp_path)
     assert [module.sizes_in(epoch)[0] for epoch in range(3)] == [4, 16, 16]
     assert sum("the reloaded train loader" in str(one.message) for one in told) == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -100,6 +101,50 @@ def test_raw_steps_of_wrappers(tmp_path):
         with pytest.warns(UserWarning, match=r"no optimizer was seen to step, .* step what self\.optimizers\(\) gives"):
             fit(Ours(wrap, manual=True, raw=True), loader(64, 4), callbacks=[ours], root=tmp_path)
         assert (ours.updates, ours.batch_size) == (0, 4)
+
+
+class Breaks(SGD):
+    """Its third step raises."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 3:
+            raise RuntimeError("it broke")
+        return loss
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, Bare, Furnished, Delegating])
+def test_a_step_that_raises_is_no_update(wrap, tmp_path):
+    """A checkpoint written by the exception knows of the two updates before."""
+
+    class Saves(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            trainer.save_checkpoint(tmp_path / "broken.ckpt")
+
+    class Module(Ours):
+        def configure_optimizers(self):
+            return self.make(Breaks(self.parameters(), self.lr))
+
+    ours = AdaptiveBatchSize(RadaDamp(rho=0.5), max_batch_size=6)
+    with pytest.raises(RuntimeError, match="it broke"):
+        fit(Module(wrap), loader(64, 4), callbacks=[ours, Saves()], root=tmp_path)
+    state = torch.load(tmp_path / "broken.ckpt", weights_only=True)["callbacks"]["AdaptiveBatchSize"]
+    assert state["rule"]["updates"] == 2
+
+
+def test_a_state_loaded_into_a_wrapper(tmp_path):
+    """A snapshot of its own that a module loads in mid-run: the epoch goes on."""
+
+    class Module(Ours):
+        def on_train_batch_end(self, *args):
+            if self.trainer.global_step == 5:
+                optimizer = self.trainer.optimizers[0]
+                optimizer.load_state_dict(optimizer.state_dict())
+
+    module, ours = Module(Delegating), AdaptiveBatchSize(RadaDamp(rho=0.5), max_batch_size=4)
+    fit(module, loader(64, 4), callbacks=[ours], epochs=1, root=tmp_path)
+    assert len(module.batches) == 16
 
 
 class NoRate(SGD):

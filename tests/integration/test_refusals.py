@@ -12,7 +12,6 @@ import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,7 +153,10 @@ def parts_and_lbfgs(root):
 def parts_of_a_static_graph(root):
     trainer = quiet([adapt(4)], root=root)
     trainer.strategy.connect(Recorder())
-    trainer.strategy.model = SimpleNamespace(static_graph=True)  # as DDP's module has it
+    wrapped = object.__new__(torch.nn.parallel.DistributedDataParallel)  # a whole one needs a process group
+    torch.nn.Module.__init__(wrapped)
+    wrapped.static_graph = True
+    trainer.strategy.model = wrapped
     guards.check_parts(trainer)
 
 
@@ -351,9 +353,9 @@ SETUPS: dict[Any, str] = {
     fused_under_a_scaler: "gradients where nobody sees them. What to do: set fused=False in the optimizer, or use",
     parts_by_hand: "max_device_batch_size with manual optimization. What to do: remove max_device_batch_size.",
     parts_and_frequency: "a frequency other than 1 together with micro-batches. What to do: set frequency=1 in",
-    parts_and_lbfgs: "LBFGS with updates of several micro-batches: it evaluates each of them more than once. What to",
+    parts_and_lbfgs: "LBFGS with updates of several micro-batches: it evaluates the last of them again, and the",
     parts_of_a_static_graph: "DDPStrategy(static_graph=True) with updates of several micro-batches. What to do: leave",
-    another_accumulation: "trainer.accumulate_grad_batches=2, which was 1 when the fit began. What to do: leave it as",
+    another_accumulation: "trainer.accumulate_grad_batches=2, which was 1 when the fit began. What to do: give it to",
     scaled_steps_that_nobody_sees: "Wrapped, which did not run Optimizer.__init__, with a gradient scaler: whether it",
     no_learning_rate: "SGD without a learning rate of its own, which past max_batch_size would be lowered. What to do",
     closure_again: "evaluates its closure more than once per step (SAM, LBFGS) together with updates of several micro",

@@ -9,7 +9,7 @@ from itertools import islice
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Recorder, Streamed, adapt, fit, loader, quiet
+from models import Indexed, Recorder, Streamed, adapt, fit, loader, quiet
 from torch.utils.data import DataLoader
 
 from lightning_adabatch import AdaptiveBatchSize, Constant, Schedule
@@ -188,6 +188,31 @@ def test_what_was_carried_is_trained_once_by_a_run_that_carries_no_longer(tail, 
     assert [len(module.seen_in(epoch)) for epoch in (1, 2, 3)] == ([66, 66, 66] if tail == "keep" else [60, 60, 60])
     assert sum(module.seen_in(1).values()) == (68 if tail == "keep" else 60)
     assert [max(module.seen_in(epoch).values()) for epoch in (2, 3)] == [1, 1]
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_indices_that_are_not_positions(steps, tmp_path):
+    """A sampler gives numbers beyond the length of the data, which are its keys: what is carried is not lost.
+
+    Resumed at an epoch's end and in its middle.
+    """
+
+    class Keyed(Indexed):
+        def __getitem__(self, key):
+            return super().__getitem__(key - 1000)
+
+    keys = range(1000, 1066)
+    train = [DataLoader(Keyed(66), 4, sampler=keys) for _ in range(3)]
+    whole = Recorder()
+    fit(whole, train[0], callbacks=[adapt(4, 20, tail="carry")], epochs=3, root=tmp_path)
+    trainer = quiet(callbacks=[adapt(4, 20, tail="carry")], max_steps=steps, root=tmp_path)
+    first, second = Recorder(), Recorder()
+    trainer.fit(first, train[1])
+    trainer.save_checkpoint(tmp_path / "keys.ckpt")
+    quiet(callbacks=[adapt(4, 20, tail="carry")], epochs=3, root=tmp_path).fit(
+        second, train[2], ckpt_path=tmp_path / "keys.ckpt"
+    )
+    assert [b.indices for b in first.batches + second.batches] == [b.indices for b in whole.batches]
 
 
 @pytest.mark.parametrize(

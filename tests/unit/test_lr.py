@@ -391,6 +391,7 @@ def test_one_cycle_is_held_at_its_end():
         (lambda o: SequentialLR(o, [LinearLR(o, 0.1), LambdaLR(o, lambda k: 1 / (1 + k))], [2]), math.inf),
         (lambda o: ChainedScheduler([LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, 5), PolynomialLR(o, 4)]), 5),
         (lambda o: LinearLR(o, 1.0, 0.1, total_iters=6), 6),
+        (lambda o: SequentialLR(o, [CosineAnnealingLR(o, 5)], []), 5),
         (lambda o: LambdaLR(o, lambda k: 1 - k / 9), math.inf),
         (lambda o: StepLR(o, 3), None),
         (lambda o: LinearLR(o, 0.1, total_iters=2), None),  # a warm-up
