@@ -107,11 +107,11 @@ class Breaks(SGD):
     """Its third step raises."""
 
     def step(self, closure=None):
-        loss = super().step(closure)
         self.steps = getattr(self, "steps", 0) + 1
         if self.steps == 3:
+            closure()
             raise RuntimeError("it broke")
-        return loss
+        return super().step(closure)
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: inner, Bare, Furnished, Delegating])
