@@ -59,10 +59,8 @@ class Counts:
                 return None, None
             full, rest = divmod(samples, size)
             of_its_own = kind.length(size)
-            if of_its_own and of_its_own not in {
-                full,
-                full + (rest > 0),
-            }:  # batches of any size: a share of the samples
+            if of_its_own and of_its_own not in {full, full + (rest > 0)}:
+                # Batches of any size: a share of the samples.
                 return None, int(int(of_its_own * limit) / of_its_own * samples)
             return None, int((of_its_own or full + (rest > 0 and not kind.drop_last)) * limit) * size
         if overfit:
