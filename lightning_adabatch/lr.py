@@ -121,7 +121,7 @@ class LRFactor:
         The same for those that it is made of. The scheduler becomes an instance of a subclass of its own class. An
         attribute on the instance would be in its ``state_dict``, which is its ``__dict__``.
         """
-        original = type(scheduler)
+        original: Any = type(scheduler)
         if any(scheduler is guarded for guarded, _ in self._undo):
             return
         for part in _parts(scheduler):
@@ -137,7 +137,20 @@ class LRFactor:
             with factor.off():
                 return original.step(self, *args, **kwargs)
 
-        names = {"step": step, "__module__": original.__module__, "__qualname__": original.__qualname__}
+        def reduce(self: Any, protocol: Any) -> Any:
+            # Pickled or copied, with the module that holds it, it is one of the user's class. Pickle itself refuses
+            # to make another class than the object's, unless a function does.
+            function, arguments, *state = original.__reduce_ex__(self, protocol)
+            if arguments == (type(self),):
+                function, arguments = object.__new__, (original,)
+            return function, arguments, *state
+
+        names = {
+            "step": step,
+            "__reduce_ex__": reduce,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+        }
         scheduler.__class__ = type(original.__name__, (original,), names)
         self._undo.append((scheduler, original))
 

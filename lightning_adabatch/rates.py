@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_adabatch.lr import LRFactor, planned_steps
 from lightning_adabatch.policies import Constant
@@ -62,6 +63,9 @@ class Rates:
         """Have the factor off while a scheduler steps; again whenever another callback may have put new ones in."""
         for config in self._trainer.lr_scheduler_configs:
             self._factor.guard(config.scheduler)
+        for scheduler in self._schedulers_kept():
+            if any(scheduler.optimizer is optimizer for optimizer in self._factor.optimizers):
+                self._factor.guard(scheduler)
 
     def write_base(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
@@ -81,6 +85,15 @@ class Rates:
         self._factor.release()
         while self._finetuning:
             del self._finetuning.pop().finetune_function  # the method of the class is behind it
+
+    def _schedulers_kept(self) -> Iterator[LRScheduler]:
+        """Yield the schedulers that module and callbacks hold: users step some that Lightning was never told of."""
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set late
+        for owner in (self._trainer.lightning_module, *callbacks):
+            for value in vars(owner).values():
+                several = value.values() if isinstance(value, Mapping) else value
+                kept = several if isinstance(value, (list, tuple, Mapping)) else (value,)
+                yield from (one for one in kept if isinstance(one, LRScheduler))
 
     def _guard_finetuning(self) -> None:
         """Have the factor off while parameters are unfrozen: their learning rate is made of the first group's."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import lightning.pytorch as pl
 import pytest
@@ -51,6 +52,47 @@ def test_factor_multiplies_what_a_scheduler_says(name, tmp_path):
     assert rates[1] == pytest.approx([rate * factor for rate, factor in zip(rates[0], factors, strict=True)], rel=1e-8)
     assert rates[1][-1] == rates[0][-1]
     assert rates[0][1] != pytest.approx(rates[0][20]), "the scheduler must move, or the test says nothing"
+
+
+class Steps(pl.Callback):
+    """Steps a scheduler that Lightning was never told of, where a user keeps it; and copies it every time."""
+
+    def __init__(self, owner, keep, get):
+        self.owner, self.keep, self.get = owner, keep, get
+        self.copied = None
+
+    def on_train_start(self, trainer, pl_module):
+        owner = self if self.owner == "callback" else pl_module
+        owner.own = self.keep(schedules.ExponentialLR(trainer.optimizers[0], 0.9))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        scheduler = self.get((self if self.owner == "callback" else pl_module).own)
+        scheduler.step()
+        self.copied = [copy.deepcopy(scheduler), *(pickle.loads(pickle.dumps(scheduler, k)) for k in (2, 5))]
+
+
+@pytest.mark.parametrize("owner", ["module", "callback"])
+@pytest.mark.parametrize(
+    ("keep", "get"),
+    [
+        (lambda one: one, lambda own: own),
+        (lambda one: [None, one], lambda own: own[1]),
+        (lambda one: {"a": one}, lambda own: own["a"]),
+    ],
+    ids=["itself", "list", "dict"],
+)
+def test_a_scheduler_that_lightning_does_not_know(owner, keep, get, tmp_path):
+    """It multiplies what it finds in the groups: it must not find the factor there, nor leave our class in a copy."""
+    script = [8, 16, 16, 32, 64, 16, 8, 8, 16, 16]
+    rates = []
+    for callbacks in ([], [adapt(*script, max_batch_size=8)]):
+        module, steps = Recorder(), Steps(owner, keep, get)
+        fit(module, loader(80, 8), callbacks=[steps, *callbacks], epochs=1, max_steps=10, root=tmp_path)
+        rates.append([batch.lr for batch in module.batches])
+    factors = [min(1.0, 8 / wanted) for wanted in script]
+    assert rates[0] == pytest.approx([0.1 * 0.9**k for k in range(10)])
+    assert rates[1] == pytest.approx([rate * factor for rate, factor in zip(rates[0], factors, strict=True)], rel=1e-8)
+    assert [type(one) for one in steps.copied] == [schedules.ExponentialLR] * 3
 
 
 def test_factor_and_plateau(tmp_path):
