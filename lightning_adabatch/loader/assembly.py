@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_adabatch.loader.cut import can_cut, cut, join
+from lightning_adabatch.loader.message import Sent
 from lightning_adabatch.loader.parcel import collate_apart, pack
 from lightning_adabatch.loader.pieces import Piece
 
@@ -25,7 +26,8 @@ def blocks_apart(loader: DataLoader[Any]) -> bool:
 
 def block_collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     """Return what a block is collated with where it is fetched."""
-    return pack if blocks_apart(loader) else loader.collate_fn
+    collate = pack if blocks_apart(loader) else loader.collate_fn
+    return Sent(collate) if loader.num_workers else collate
 
 
 def assembler(loader: DataLoader[Any], *, samples: bool = False) -> Assemble:

@@ -4,7 +4,7 @@
 A collate function of the user's can build anything, so its result cannot be cut: workers send samples, and
 they are collated once it is known which of them make a batch. A list of tensors would cost one file
 descriptor per tensor (and hang at the limit of the system); so a block travels as one flat tensor of bytes,
-in shared memory, from which the samples are rebuilt as views.
+from which the samples are rebuilt as views.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_adabatch.loader.message import SMALL, by_value, is_plain
+
 _ALIGN = 64  # bytes; any dtype may start there
-_NUMPY_KNOWS = frozenset({torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64})
 
 
 class Parcel(NamedTuple):
@@ -35,24 +36,7 @@ class _ByValue(pickle.Pickler):
     """Pickles CPU tensors as plain buffers, each only with the elements that it shows."""
 
     def reducer_override(self, obj: Any) -> Any:
-        plain = (
-            type(obj) is Tensor
-            and obj.layout is torch.strided
-            and obj.device.type == "cpu"
-            and not (obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg())
-        )
-        if not plain:
-            return NotImplemented
-        flat = obj if obj.is_contiguous() else obj.contiguous()
-        # numpy does not know every dtype (bfloat16), but bytes it does.
-        raw = flat.numpy() if obj.dtype in _NUMPY_KNOWS else flat.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(raw), obj.dtype, obj.shape)
-
-
-def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if 0 in shape:  # there is no buffer to look into
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+        return by_value(obj) if is_plain(obj) else NotImplemented
 
 
 def pack(samples: list[Any]) -> Parcel:
@@ -69,9 +53,8 @@ def pack(samples: list[Any]) -> Parcel:
         ) from error
     parts: list[memoryview] = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     lengths = [part.nbytes for part in parts]
-    # As default_collate does in a worker: straight into shared memory, which saves a copy.
-    storage = torch.UntypedStorage._new_shared(sum(map(_padded, lengths)))  # type: ignore[no-untyped-call]
-    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+    total = sum(map(_padded, lengths))
+    content = torch.empty(total, dtype=torch.uint8) if total <= SMALL else _shared(total)
     room = content.numpy().data
     position = 0
     for part, length in zip(parts, lengths, strict=True):
@@ -90,6 +73,12 @@ def unpack(parcel: Parcel) -> list[Any]:
         position += _padded(length)
     samples: list[Any] = pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # our own worker made it
     return samples
+
+
+def _shared(length: int) -> Tensor:
+    # As default_collate does in a worker: straight into shared memory, which saves a copy.
+    storage = torch.UntypedStorage._new_shared(length)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _padded(length: int) -> int:

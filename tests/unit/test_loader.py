@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_adabatch.loader import ElasticLoader
+from lightning_adabatch.loader.message import SMALL
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
@@ -414,21 +415,26 @@ def test_sampler_may_change_its_length_between_passes(workers):
     assert lengths(run(loader, [4])) == [[3]]
 
 
+#: Floats of a sample, of which a few are more than what a worker sends by value.
+WIDE = SMALL // 8
+
+
 @WORKERS
 def test_nothing_is_copied_at_a_constant_size(workers):
     """At a constant size every batch is the very block that was fetched: its memory holds it and no more."""
-    features = torch.arange(60.0).reshape(20, 3)
+    features = torch.arange(20 * WIDE).reshape(20, WIDE)
     loader = ElasticLoader(DataLoader(TensorDataset(features), batch_size=4, num_workers=workers))
     batches = [batch for [batch] in loader]
     assert torch.equal(torch.cat(batches), features)
     assert all(batch.untyped_storage().nbytes() == batch.nbytes for batch in batches)
-    # A block comes from a worker in shared memory; a copy of it would not be there.
+    # A block as large as this comes from a worker in shared memory; a copy of it would not be there.
     assert all(batch.is_shared() == (workers > 0) for batch in batches)
 
 
 def test_blocks_fall_on_batch_borders_again_after_a_change():
     """After a change of size only the blocks that were in flight are cut; then batches are whole blocks again."""
-    loader = ElasticLoader(DataLoader(TensorDataset(torch.arange(200.0)), batch_size=4, num_workers=2))
+    features = torch.arange(200.0)[:, None].expand(200, WIDE)
+    loader = ElasticLoader(DataLoader(TensorDataset(features), batch_size=4, num_workers=2))
     batches = iter(loader)
     for _ in range(5):
         next(batches)
