@@ -62,6 +62,7 @@ class LRFactor:
         self.optimizers = list(optimizers)
         self.factor = 1.0
         self._applied: dict[_Key, _Applied] = {}
+        self._held: list[tuple[dict[str, Any], Any, int | None]] = []  # groups with the factor on, and what they show
         self._undo: list[tuple[Any, type]] = []
         self._hooks: list[Any] = []
         self._watch()
@@ -74,12 +75,14 @@ class LRFactor:
 
     def set(self, factor: float) -> None:
         """Put another factor on all groups; 1 gives the base learning rates back, bit for bit."""
+        if factor != self.factor:
+            self._held = []
         self.factor = factor
         self.refresh()
 
     def refresh(self) -> None:
         """Put the factor on groups that were added, and on learning rates that were assigned."""
-        if self.factor == 1.0 and not self._applied:
+        if (self.factor == 1.0 and not self._applied) or self._holds():
             return
         applied: dict[_Key, _Applied] = {}
         for key, group in self._groups():
@@ -89,6 +92,7 @@ class LRFactor:
             _assign(group, base if self.factor == 1.0 else base * self.factor)
             applied[key] = _Applied(base, group["lr"], _version(group["lr"]))
         self._applied = {} if self.factor == 1.0 else applied
+        self._held = [(group, group["lr"], _version(group["lr"])) for _, group in self._groups()]
 
     def move_to(self, optimizers: Sequence[Optimizer]) -> None:
         """Give the base learning rates back to the optimizers so far, and put the factor on others."""
@@ -121,12 +125,16 @@ class LRFactor:
         The same for those that it is made of. The scheduler becomes an instance of a subclass of its own class. An
         attribute on the instance would be in its ``state_dict``, which is its ``__dict__``.
         """
-        original: Any = type(scheduler)
-        if any(scheduler is guarded for guarded, _ in self._undo):
-            return
+        if not any(scheduler is guarded for guarded, _ in self._undo):
+            if self._applied:
+                self._forget_factor(scheduler)
+            self._guard(scheduler)
+
+    def _guard(self, scheduler: Any) -> None:
         for part in _parts(scheduler):
             self.guard(part)
         factor = self
+        original: Any = type(scheduler)
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             asked = args or kwargs.get("epoch") is not None  # SequentialLR begins its parts at 0
@@ -154,6 +162,24 @@ class LRFactor:
         scheduler.__class__ = type(original.__name__, (original,), names)
         self._undo.append((scheduler, original))
 
+    def _forget_factor(self, scheduler: Any) -> None:
+        """Have a scheduler that was made while the factor is on begin with the base learning rates.
+
+        What it read off a group is known by identity: that very number was put there with the factor on it.
+        """
+        begins = [getattr(part, "base_lrs", []) for part in (scheduler, *_all_parts(scheduler))]
+        for (number, index), applied in self._applied.items():
+            if number == _TENSOR or self.optimizers[number] is not getattr(scheduler, "optimizer", None):
+                continue
+            group = self.optimizers[number].param_groups[index]
+            took = [rates for rates in begins if index < len(rates) and rates[index] is applied.shown]
+            for rates in took:
+                rates[index] = applied.base
+            if took and group["lr"] is not applied.shown:  # made of it in a first step
+                group["lr"] *= applied.base / applied.shown
+            if group.get("initial_lr") is applied.shown:
+                group["initial_lr"] = applied.base
+
     def release(self) -> None:
         """Give the base learning rates and the schedulers back."""
         self.set(1.0)
@@ -163,24 +189,30 @@ class LRFactor:
             scheduler.__class__ = original
 
     def _watch(self) -> None:
-        """Know the learning rates again that a user wrote down while the factor was on, and loads later."""
+        """Have states that users take hold the base learning rates: they may be loaded under another factor."""
         self._unwatch()
         self._hooks = [
             handle
             for one in self.optimizers
-            for handle in registered(one, "load_state_dict_post", partial(self._loaded, one))
+            for handle in registered(one, "state_dict_post", partial(self._without_factor, one))
         ]
 
     def _unwatch(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _loaded(self, optimizer: Optimizer, _: Optimizer) -> None:
-        number = self.optimizers.index(optimizer)
-        for index, group in enumerate(optimizer.param_groups):
-            applied = self._applied.get((number, index))
-            if applied is not None and not isinstance(group["lr"], Tensor) and applied.shown == group["lr"]:
-                group["lr"] = applied.shown
+    def _without_factor(self, optimizer: Optimizer, _: Optimizer, state: dict[str, Any]) -> None:
+        for group, base in zip(state["param_groups"], self.bases(optimizer), strict=True):
+            if base is not None:
+                group["lr"] = base
+
+    def _holds(self) -> bool:
+        """Whether the groups are those that got the factor last, and show what they showed then."""
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        return len(groups) == len(self._held) and all(
+            now is group and group["lr"] is lr and (version is None or lr._version == version)
+            for now, (group, lr, version) in zip(groups, self._held, strict=True)
+        )
 
     def _groups(self) -> Iterator[tuple[_Key, dict[str, Any]]]:
         for number, optimizer in enumerate(self.optimizers):
@@ -221,6 +253,12 @@ def _parts(scheduler: Any) -> Sequence[Any]:
     """Return what a SequentialLR or a ChainedScheduler is made of."""
     parts: Sequence[Any] = scheduler._schedulers if isinstance(scheduler, (SequentialLR, ChainedScheduler)) else []
     return parts
+
+
+def _all_parts(scheduler: Any) -> Iterator[Any]:
+    for part in _parts(scheduler):
+        yield part
+        yield from _all_parts(part)
 
 
 def _key(optimizer: int, group: int, lr: Any) -> _Key:

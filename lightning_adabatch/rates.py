@@ -30,6 +30,7 @@ class Rates:
         self._settings = settings
         self._factor = LRFactor([])
         self._finetuning: list[BaseFinetuning] = []
+        self._may_be_new = True  # schedulers that module or callbacks keep
 
     def take_hold(self) -> None:
         """Take hold of the optimizers and schedulers that the Trainer has."""
@@ -47,7 +48,11 @@ class Rates:
         return changed
 
     def refresh(self) -> None:
-        """Put the factor on a learning rate that was assigned meanwhile."""
+        """Before a step: take hold of schedulers that are new, and put the factor on what was assigned meanwhile."""
+        if self._factor.factor != 1.0:
+            self._guard_known()
+            if self._may_be_new:
+                self._guard_kept()
         self._factor.refresh()
 
     def base(self) -> float:
@@ -55,14 +60,21 @@ class Rates:
         return self._factor.base
 
     def set(self, factor: float) -> None:
-        """Put another factor on."""
-        if factor != self._factor.factor:
-            self._factor.set(factor)
+        """Put another factor on, or the same one on learning rates that were assigned meanwhile."""
+        self._factor.set(factor)
 
     def guard_schedulers(self) -> None:
-        """Have the factor off while a scheduler steps; again whenever another callback may have put new ones in."""
+        """Have the factor off while a scheduler steps; again whenever there may be new ones."""
+        self._guard_known()
+        self._guard_kept()
+        self._may_be_new = True  # hooks for the beginning of an epoch come after ours
+
+    def _guard_known(self) -> None:
         for config in self._trainer.lr_scheduler_configs:
             self._factor.guard(config.scheduler)
+
+    def _guard_kept(self) -> None:
+        self._may_be_new = False
         for scheduler in self._schedulers_kept():
             if any(scheduler.optimizer is optimizer for optimizer in self._factor.optimizers):
                 self._factor.guard(scheduler)

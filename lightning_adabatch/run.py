@@ -54,11 +54,13 @@ class Run:
         self._meter.shards = shards_of(trainer)
         self._notices = Notices(settings.policy)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.update = Update(self._meter, scaler, self._say_no_loss, self._notices.no_gradients)
+        self._rates = Rates(trainer, settings)
+        self.update = Update(
+            self._meter, scaler, self._say_no_loss, self._notices.no_gradients, before_step=self._rates.refresh
+        )
         self._trainer = trainer
         self._settings = settings
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
-        self._rates = Rates(trainer, settings)
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
         fraction = getattr(settings.policy, "fraction", 1.0)

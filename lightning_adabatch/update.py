@@ -23,6 +23,7 @@ class Update:
         scaler: A gradient scaler, by which the loss is multiplied, or None.
         loss_unseen: Called when an optimizer stepped under manual optimization and no backward pass was seen.
         gradients_unseen: Called when optimizers stepped past what could have shown their gradients.
+        before_step: Called when an optimizer that Lightning did not wrap is about to step.
 
     Attributes:
         meter: Takes what is measured.
@@ -36,7 +37,12 @@ class Update:
     """
 
     def __init__(
-        self, meter: Meter, scaler: Any, loss_unseen: Callable[[], None], gradients_unseen: Callable[[], None]
+        self,
+        meter: Meter,
+        scaler: Any,
+        loss_unseen: Callable[[], None],
+        gradients_unseen: Callable[[], None],
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.meter = meter
         self.batch: Any = None
@@ -45,6 +51,7 @@ class Update:
         self._scaler = scaler
         self._loss_unseen = loss_unseen
         self._gradients_unseen = gradients_unseen
+        self._ready = before_step
         self._hooks: list[Any] = []
         self._silent: set[int] = set()  # optimizers whose steps no hook shows, by identity
         self.begin()
@@ -128,6 +135,7 @@ class Update:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
         if closure is None:
             self.take_gradients(optimizer)
+            self._ready()
 
     def _after_step(self, optimizer: Optimizer, _: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs

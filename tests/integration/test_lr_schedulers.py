@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from models import Recorder, adapt, fit, loader
 from torch.optim import lr_scheduler as schedules
 
@@ -149,6 +150,79 @@ def test_monitor_shows_the_rate_in_use(before, tmp_path):
     # StepLR(5, 0.5) halves after 5 updates; the last size of the script, 8, stays.
     assert used == pytest.approx([0.1, 0.1, 0.05, 0.025, 0.1, 0.05, 0.05, 0.05])
     assert logged == dict(enumerate(used))
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "StepLR", "ExponentialLR"])
+def test_a_scheduler_that_is_put_in_while_the_factor_is_on(name, hook, tmp_path):
+    """A second stage with a scheduler of its own, from the hook of a module, which comes after ours."""
+
+    class Stages(Recorder):
+        def stage(self):
+            if self.trainer.global_step == 4:
+                scheduler = SCHEDULERS[name](self.trainer.optimizers[0])
+                self.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
+
+    def begin(self, *args):
+        super(Stages, self).on_train_batch_start(*args) if args else None
+        self.stage()
+
+    setattr(Stages, hook, begin)
+    rates = []
+    for callbacks in ([], [adapt(8, 16, 16, 32, max_batch_size=8)]):
+        module = Stages()
+        fit(module, loader(32, 8), callbacks=callbacks, epochs=3, root=tmp_path)
+        rates.append([batch.lr for batch in module.batches])
+    factors = [1, 0.5, 0.5] + [0.25] * 9
+    assert rates[1] == pytest.approx([rate * factor for rate, factor in zip(rates[0], factors, strict=True)], rel=1e-8)
+    assert len(set(rates[0])) > 1, "the scheduler must move, or the test says nothing"
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw optimizer", "Lightning's"])
+def test_manual_steps_with_a_rate_of_their_own(raw, tmp_path):
+    """A rate that is assigned right before each step is used with the factor, whichever optimizer takes the step."""
+    used = []
+
+    class Manual(Recorder):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda one, *_: used.append(one.param_groups[0]["lr"]))
+            return optimizer
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=not raw)
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    fit(Manual(), loader(32, 8), callbacks=[adapt(8, 16, 32, 8, max_batch_size=8)], epochs=1, root=tmp_path)
+    assert used == pytest.approx([0.1, 0.05 / 2, 0.1 / 3 / 4, 0.025])
+
+
+def test_monitor_shows_a_rate_that_was_assigned_after_the_step(tmp_path):
+    """The warm-up of Lightning's documentation: the next step's rate has the factor before anybody looks at it."""
+    logged, used = {}, []
+
+    class Net(Recorder):
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            used.append(optimizer.param_groups[0]["lr"])
+            optimizer.step(closure=closure)
+            optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 4)
+
+    class Logger(CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            logged.update({step: metrics["lr-SGD"]} if "lr-SGD" in metrics else {})
+
+    flags = {"logger": Logger(tmp_path), "log_every_n_steps": 1}
+    callbacks = [adapt(16, max_batch_size=8), LearningRateMonitor("step")]
+    fit(Net(), loader(64, 8), callbacks=callbacks, epochs=1, **flags)
+    assert used[1:] == pytest.approx([0.0125, 0.025, 0.0375, 0.05, 0.05, 0.05, 0.05])
+    assert logged == pytest.approx(dict(enumerate(used)))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])

@@ -418,17 +418,41 @@ def test_a_rate_that_is_assigned_counts_also_if_it_is_what_was_shown():
     assert opt.param_groups[0]["lr"] == shown
 
 
-def test_a_state_that_was_written_down_is_known_again(tmp_path):
-    """A user's own snapshot of the optimizer, loaded while the factor is on: the factor does not compound."""
-    opt = optimizer()
-    base = opt.param_groups[0]["lr"]
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_a_state_that_was_written_down_holds_the_base(tensor, tmp_path):
+    """A user's own snapshot of the optimizer, taken under one factor and loaded under another: none compounds."""
+    opt = optimizer(tensor=tensor)
+    base = [float(group["lr"]) for group in opt.param_groups]
     factor = LRFactor([opt])
-    for now in (0.5, 0.25, 0.125):
+    factor.set(0.5)
+    torch.save(opt.state_dict(), tmp_path / "state.pt")
+    assert rates(opt) == [lr * 0.5 for lr in base]
+    for now in (0.5, 0.25, 2.0, 1.0):
         factor.set(now)
-        torch.save(opt.state_dict(), tmp_path / "state.pt")
-        opt.load_state_dict(torch.load(tmp_path / "state.pt"))
-        factor.refresh()
-        assert opt.param_groups[0]["lr"] == base * now
+        taken = copy.deepcopy(opt.state_dict())
+        assert [float(group["lr"]) for group in taken["param_groups"]] == base
+        assert rates(opt) == [lr * now for lr in base]
+        for state in (taken, torch.load(tmp_path / "state.pt")):
+            opt.load_state_dict(state)
+            factor.refresh()
+            assert rates(opt) == [lr * now for lr in base]
     factor.release()
-    assert opt.param_groups[0]["lr"] == base
-    assert not opt._optimizer_load_state_dict_post_hooks
+    assert rates(opt) == base
+    assert not opt._optimizer_state_dict_post_hooks
+
+
+@ANY_SCHEDULER
+def test_a_scheduler_that_is_made_while_the_factor_is_on(make):
+    """It reads the learning rates that it begins with off the groups: it must not take the factor for a part of them."""
+    plain, used = optimizer(), optimizer()
+    factor = LRFactor([used])
+    factor.set(0.25)
+    plain_scheduler, scheduler = make(plain), make(used)
+    factor.guard(scheduler)
+    for value in (0.25, 0.25, 0.5, 2.0, 1.0, 0.25):
+        factor.set(value)
+        assert close(rates(used), [rate * value for rate in rates(plain)])
+        advance(plain, plain_scheduler)
+        advance(used, scheduler)
+    factor.release()
+    assert close(rates(used), rates(plain))
