@@ -164,6 +164,8 @@ class TrainData:
         own = kind.own_batch_size
         size = self._initial_size(own) if number == 0 else own
         max_batches, max_samples = self._counts.limits_of(kind, size)
+        before = self._slot.loaders[number] if number < len(self._slot.loaders) else None
+        goes_on = before is not None and before.loader is loader and loader.persistent_workers
         elastic = ElasticLoader(
             loader,
             tail=self._settings.tail,
@@ -172,6 +174,7 @@ class TrainData:
             accumulate=self._accumulate,
             device_limit=self._settings.max_device_batch_size or (own if self._accumulate > 1 else None),
             least_parts=2 if self._settings.follows_variance else 1,
+            before=before if goes_on else None,
         )
         if self.lowered is not None:
             elastic.lower(self.lowered)
@@ -186,7 +189,6 @@ class TrainData:
                 elastic.resize(self.controller.decision.batch_size // ranks)
             else:
                 elastic.resize_with(self.controller.decision.batch_size, self.controller.limits.initial_batch_size)
-            before = self._slot.loaders[number] if number < len(self._slot.loaders) else None
             if before is not None and before.own_batch_size != own and number == 0:
                 of_an_update = self._ranks.count * self._accumulate
                 self._say_size_stays(before.own_batch_size * of_an_update, own * of_an_update)

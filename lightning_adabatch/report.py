@@ -61,7 +61,7 @@ class Gate:
         every: The interval in updates; 0 logs nothing.
 
     Attributes:
-        logged_size: The size logged last, in samples.
+        logged_size: The size logged last, or, before anything is, that of the first update; in samples.
     """
 
     def __init__(self, every: int) -> None:
@@ -77,9 +77,10 @@ class Gate:
         """Whether the record of this update is logged at once; if so, its size is what the next compare with."""
         if not self.open:
             return False
-        known = self.logged_size
-        moved = known is not None and abs(batch_size - known) >= _NOTABLE_CHANGE * known
-        due = updates % self._every == 0 or moved
+        if self.logged_size is None:  # what the first one is compared with
+            self.note(batch_size)
+        known = self.logged_size or batch_size
+        due = updates % self._every == 0 or abs(batch_size - known) >= _NOTABLE_CHANGE * known
         if due:
             self.note(batch_size)
         return due

@@ -63,6 +63,7 @@ class Run:
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set late
         self._bridge = Bridge(trainer)
         self._data = TrainData(settings, self._bridge, self._ranks, trainer.accumulate_grad_batches)
+        self._bridge.counts.changed = self._follow_data
         fraction = getattr(settings.policy, "fraction", 1.0)
         self._evaluation = Evaluation(trainer, self._ranks, fraction, self._data.to_evaluate)
         self._division = Division(trainer, settings, self._bridge, self._data, self.update, self._ranks.count)
@@ -130,6 +131,10 @@ class Run:
             self._apply(self.controller.decision)
         self._bridge.begin_epoch()
 
+    def _follow_data(self) -> None:
+        if self.controller is not None and not self._ranks.several:  # with several it takes all of them
+            self._data.follow(self.controller)
+
     def end_epoch(self) -> None:
         """Log the epoch's last update, whatever ended the epoch."""
         if self.controller is not None:
@@ -146,6 +151,7 @@ class Run:
             first = self._data.trained(batch, batch_idx) * self._trainer.accumulate_grad_batches
             self._begin(first, samples and samples * self._ranks.count, math.inf)
         self.update.batch = batch
+        self._rates.refresh()
         if self._division.first:
             self.update.begin()
         self._division.begin_batch(batch, batch_idx)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +28,9 @@ class Counts:
         trainer: The Trainer.
         slot: Where its loaders are.
         epoch: Where the epoch stands.
+
+    Attributes:
+        changed: Called when the data turned out to be of another length than an epoch was planned with, or None.
     """
 
     def __init__(self, trainer: pl.Trainer, slot: Slot, epoch: Epoch) -> None:
@@ -39,6 +42,8 @@ class Counts:
         self._every_batches: int | None = None  # the interval, where the epoch is a number of batches
         self._planned_val_check_batch: Any = None
         self._warned_short = False
+        self._training = False  # an epoch has begun, or did in another process
+        self.changed: Callable[[], None] | None = None
 
     def limits_of(self, kind: Kind, size: int) -> tuple[int | None, int | None]:
         """Return the most batches and the most samples of an epoch that the Trainer's flags allow.
@@ -84,21 +89,39 @@ class Counts:
         self._planned_val_check_batch = self._trainer.val_check_batch
         self._points = None
         for loader in self._slot.loaders:
-            loader.ended = self._pass_ended
+            loader.began, loader.ended = self._pass_began, self._pass_ended
             loader.trains = self._slot.runs_over
-        self.set(self._epoch.fresh_length)
+        if self._training:
+            self._plan_epoch()  # they may have been made by a hook that came after ours
+        else:  # trainer.estimated_stepping_batches is made of it
+            self.set(self._epoch.planned_length)
 
     def begin_epoch(self) -> None:
         """Plan an epoch that starts now: its number of batches and its validation points."""
         loader = self._slot.loader
         if loader is None:
             return
+        self._training = True
         for one, ended in zip(self._slot.loaders, self._slot.passes, strict=True):
             one.carry_from(ended)
+        self._plan_epoch()
+
+    def _plan_epoch(self) -> None:
         self._epoch.begin()
         batches = self._epoch.fresh_length
         self.set(batches)
-        self._plan_validation(loader, batches)
+        self._plan_validation(self._slot.loaders[0], batches)
+
+    def _pass_began(self, begun: Pass) -> None:
+        """Plan once more if a hook that came after ours changed the length of the data."""
+        loader, plan = self._slot.loaders[0], begun.plan
+        if self._training and self._slot.runs_over(begun) and not (plan.unsized or loader.kind.in_batches):
+            batches = self._epoch.length
+            if batches != self._trainer.fit_loop.max_batches:
+                self.set(batches)
+                self._plan_validation(loader, batches)
+                if self.changed is not None:
+                    self.changed()
 
     def _pass_ended(self, ended: Pass) -> None:
         """Take note of the last batch of a stream, which is known only now that Lightning fetches it."""
@@ -189,6 +212,7 @@ class Counts:
         loader = self._slot.loader
         if loader is None:
             return
+        self._training = True
         if state["val_setting"] != self._val_setting:  # this Trainer validates at other points
             self.set(self._epoch.length)
             self._plan_validation(loader, self._epoch.fresh_length)

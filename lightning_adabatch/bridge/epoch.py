@@ -32,7 +32,14 @@ class Epoch:
     @property
     def fresh_length(self) -> int | float:
         """Batches of an epoch that starts now and keeps the sizes; ``math.inf`` where nobody knows."""
-        lengths = [loader.fresh_length for loader in self._slot.loaders]
+        return self._of_all([loader.fresh_length for loader in self._slot.loaders])
+
+    @property
+    def planned_length(self) -> int | float:
+        """Batches of an epoch at the initial sizes as they were without us; ``math.inf`` where nobody knows."""
+        return self._of_all([loader.planned_length for loader in self._slot.loaders])
+
+    def _of_all(self, lengths: list[int | float]) -> int | float:
         return min(lengths) if self._slot.mode == "min_size" else max(lengths)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_adabatch.bridge.patches import Patches
 from lightning_adabatch.loader import ElasticLoader, Pass
@@ -32,6 +33,7 @@ class Slot:
         self._making_train_loaders = False
         self._made: list[ElasticLoader] = []  # while Lightning sets up
         self._originals: list[tuple[ElasticLoader, Any]] = []
+        self._last_combined: Any = None
 
     @property
     def loader(self) -> ElasticLoader | None:
@@ -92,6 +94,7 @@ class Slot:
             self._drop_replaced_loaders()
             if self._made:
                 self.loaders = self._made
+                self._last_combined = fit_loop._combined_loader
                 self._begin()
                 made()
 
@@ -145,22 +148,29 @@ class Slot:
     @property
     def mode(self) -> str:
         """How several loaders are joined."""
-        combined = self._trainer.fit_loop._combined_loader
-        assert combined is not None  # for the type checker: setup_data made it
-        return combined._mode
+        mode: str = self._combined._mode
+        return mode
 
     @property
     def _iterator(self) -> Any:
+        return self._combined._iterator
+
+    @property
+    def _combined(self) -> Any:
+        # Users set it to None at an epoch's end, to have the loaders made anew for the next one.
         combined = self._trainer.fit_loop._combined_loader
-        assert combined is not None  # for the type checker: setup_data made it
-        assert combined._iterator is not None
-        return combined._iterator
+        return self._last_combined if combined is None else combined
 
     @property
     def live(self) -> Pass:
         """The pass over the first loader: users' code may have begun others, to look at a batch."""
         begun = self._iterator.iterators[0]
-        assert isinstance(begun, Pass)
+        if not isinstance(begun, Pass):
+            raise MisconfigurationException(
+                f"AdaptiveBatchSize does not support a {type(begun).__name__} over the train loader: somebody put "
+                "another loader into the place of what the fit began with. What to do: return the new loader from "
+                "train_dataloader(), and have it asked for by Trainer(reload_dataloaders_every_n_epochs=1)."
+            )
         return begun
 
     @property
@@ -203,6 +213,7 @@ class Slot:
         if combined is not None:
             combined.flattened = [originals.get(id(loader), loader) for loader in combined.flattened]
         self.loaders = []
+        self._last_combined = None
         # Last, for ending a worker that died raises.
         while self._originals:
             self._originals.pop()[0].give_back()

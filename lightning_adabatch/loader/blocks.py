@@ -48,7 +48,7 @@ class BlockSampler(Sampler[list[Any]]):
         self.unsized = plan.open
         self.blocks = BlockPlan(plan, available=math.inf if plan.open else len(carried) + len(sampler))
         self.in_flight: deque[int] = deque()  # samples of the blocks that were asked for and did not arrive
-        self._sampler = sampler
+        self.sampler = sampler
         self.sampler_epoch = getattr(sampler, "epoch", None)
         self.order = order_of(sampler)
         self.carried = carried
@@ -166,7 +166,7 @@ class BlockSampler(Sampler[list[Any]]):
         if self._source is None:
             # Only now, as in a DataLoader: many samplers draw their seed from the global state here.
             self.started = {"global": generators.capture(), "own": self.own_states()}
-            own = iter(self._sampler)
+            own = iter(self.sampler)
             # Many draw only with their first index, which is not to wait until what was carried is used up.
             first = list(islice(own, 1)) if self.carried else []
             self._source = chain(self.carried, first, own)
@@ -184,7 +184,7 @@ class BlockSampler(Sampler[list[Any]]):
         indices.extend(islice(self._indices(), size - len(indices)))
         if len(indices) < size:
             raise RuntimeError(
-                f"{type(self._sampler).__name__} has a length of {len(self._sampler)} but gave only "
+                f"{type(self.sampler).__name__} has a length of {len(self.sampler)} but gave only "
                 f"{start + len(indices) - len(self.carried)} indices. Make its __len__ say how many it gives."
             )
         done = self.plan.consumed - self.plan.last_size - _WITNESSES  # the batch in hand may have to be begun again

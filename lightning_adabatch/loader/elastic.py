@@ -39,6 +39,7 @@ class ElasticLoader:
         accumulate: The initial batch has so many of the user's, handed out one by one.
         device_limit: Batches of more samples are handed out in parts, or None.
         least_parts: Every batch is handed out in so many parts at least, as far as it has the samples.
+        before: Another one of the same loader, which is not used any more: its persistent workers go on here.
 
     Attributes:
         dataset, sampler, num_workers, drop_last, worker_init_fn: As in a ``DataLoader``. Everything else
@@ -52,7 +53,8 @@ class ElasticLoader:
             another size is planned as the one that was cut had been.
         carried: Indices that the next pass begins with.
         lost_place: Whether the pass begun last could not begin where it was asked to.
-        ended: Called with a pass that handed out its last batch, or None.
+        began: Called with a pass that handed out its first batch, or None;
+        ended: the same for the last one.
         keep: Called with the plan of a pass that begins a batch; whether it may have to be handed out again. None
             for never.
         trains: Called with a pass that is over; whether it is one that is trained on, which leaves something to the
@@ -78,9 +80,10 @@ class ElasticLoader:
         accumulate: int = 1,
         device_limit: int | None = None,
         least_parts: int = 1,
+        before: ElasticLoader | None = None,
     ) -> None:
         self.loader = loader
-        self.kind: Kind = kind_of(loader)
+        self.kind: Kind = kind_of(loader) if before is None else before.kind
         self.dataset = loader.dataset
         self.sampler: Any = self.kind.sampler
         self.own_batch_size: int = self.kind.own_batch_size
@@ -94,6 +97,7 @@ class ElasticLoader:
         self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit, least_parts)
         drop_unit = tail is None and self.drop_last
         self._plans = Plans(self.kind, self._size, self.tail, max_batches, accumulate=accumulate, drop_unit=drop_unit)
+        self.began: Callable[[Pass], None] | None = None
         self.ended: Callable[[Pass], None] | None = None
         self.trains: Callable[[Pass], bool] | None = None
         self._owned: DataLoader[Any] | None = None
@@ -106,6 +110,15 @@ class ElasticLoader:
         # The pass begun last, or that handed out a batch last. Passes hold their loader and end their workers
         # when the last reference to them goes, as a DataLoader's do: so it holds them weakly.
         self._latest: weakref.ref[Pass] | None = None
+        if before is not None:
+            self._owned = before.hand_over()
+
+    def hand_over(self) -> DataLoader[Any] | None:
+        """Let go of the worker processes, without ending them."""
+        for begun in self._passes:
+            begun.release()
+        owned, self._owned = self._owned, None
+        return owned
 
     def __getattr__(self, name: str) -> Any:
         """Read any other setting from the user's loader."""
@@ -166,6 +179,11 @@ class ElasticLoader:
     def batch_sampler(self) -> BatchSampler:
         """A batch sampler as a ``DataLoader`` of the size in force would have it, for code that looks there."""
         return BatchSampler(self.sampler, self.batch_size, self.drop_last)
+
+    @property
+    def planned_length(self) -> int | float:
+        """Batches of a pass at the initial size as they were without us; ``math.inf`` where nobody knows."""
+        return self._plans.planned_length()
 
     @property
     def fresh_length(self) -> int | float:
@@ -315,6 +333,8 @@ class ElasticLoader:
         """Note which pass is going on, and, once it is over, what the next one begins with."""
         if self._latest_pass is not begun:
             self._latest = weakref.ref(begun)
+        if begun.plan.batches == 1 and self.began is not None:
+            self.began(begun)
         if begun.plan.over:
             if self.trains is None or self.trains(begun):
                 self.carry_from(begun)

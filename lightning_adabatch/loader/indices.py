@@ -36,6 +36,13 @@ class IndexSupply(Supply):
         if self.on_demand:
             blocks.drawn = self._note_drawn
 
+    def look_again(self) -> None:
+        """Take the length that the data has now: Lightning makes the first pass before any hook of an epoch."""
+        if self.on_demand and not self.plan.unsized and self.blocks.blocks.dispatched == 0:
+            self._size.refresh()
+            self.plan.total = int(self._size.epoch_samples) + len(self.carried)
+            self.blocks.blocks.available = len(self.carried) + len(self.blocks.sampler)
+
     def prepare(self, size: int) -> int:
         """Look beyond the batch where the sampler has no length."""
         if self.plan.open:

@@ -74,6 +74,8 @@ class Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         plan, supply = self.plan, self.supply
+        if plan.batches == 0:
+            supply.look_again()
         wanted = self._size.batch_size
         if plan.rest == 0:
             self.generator = torch.default_generator.get_state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_adabatch.loader.plan import EpochPlan, Tail
+from lightning_adabatch.loader.plan import EpochPlan, Tail, parts_of
 from lightning_adabatch.loader.sizes import SizeInForce
 from lightning_adabatch.loader.supply import Kind
 
@@ -55,6 +55,19 @@ class Plans:
         """Return the batches of the first pass of a run that begins."""
         first = self._size.beginning(self.initial)
         return self._kind.batches_left(self._make(0, first), first.batch_size)
+
+    def planned_length(self) -> int | float:
+        """Return the batches of a pass at the initial size as they were without us.
+
+        One for each update, or each of the user's that it accumulates; ``math.inf`` where nobody knows.
+        """
+        first = self._size.beginning(self.initial)
+        parts = parts_of(first.batch_size, first.device_limit, first.least_parts)
+        first.device_limit, first.least_parts = self._unit or None, 1
+        plan = self._make(0, first)
+        if plan.max_batches is not None:  # which are parts
+            plan.max_batches = -(-plan.max_batches // parts) * (self.initial // self._kind.own_batch_size)
+        return self._kind.batches_left(plan, first.batch_size)
 
     def nominal_length(self) -> int | float:
         """Return the length of the user's loader, whatever the size in force and the limits of the Trainer."""

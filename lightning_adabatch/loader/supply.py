@@ -45,6 +45,9 @@ class Supply(ABC):
         """See that the plan knows enough of what is left to hand out a batch; return the size to ask it for."""
         return size
 
+    def look_again(self) -> None:  # noqa: B027  # most asked for samples when the pass was made
+        """Before the first batch: look whether the data has another length than when the pass was made."""
+
     def take(self, size: int) -> list[Piece]:
         """Return the samples that the plan just handed out."""
         return self.stream.take(size)

@@ -175,9 +175,17 @@ def test_device_size_of_a_last_update_that_is_logged_after_a_resume(tmp_path):
         trainer = quiet(
             callbacks=callbacks, logger=logger, epochs=1, accumulate_grad_batches=2, log_every_n_steps=50, root=tmp_path
         )
-        trainer.fit(Recorder(), loader(22, 4), ckpt_path=path)
+        trainer.fit(Recorder(), loader(70, 12), ckpt_path=path)
         found.append(series(events(logger.log_dir), "device_batch_size"))
-    assert found == [[(3, 4.0)], [(3, 4.0)]]  # 4 and 2 of the last six samples
+    assert found == [[(3, 12.0)], [(3, 12.0)]]  # 12 and 10 of the last samples: not 10 % less, and logged at the end
+
+
+def test_no_change_is_hidden_before_the_first_line(tmp_path):
+    """An epoch shorter than the logging interval shows its moves: the first size is what the next compare with."""
+    logger = TensorBoardLogger(tmp_path)
+    callbacks = [adapt(8, 8, 8, 8, 16, 16, 64, 64, 16)]
+    fit(Recorder(), loader(256, 8), callbacks=callbacks, logger=logger, epochs=1, max_steps=11, root=tmp_path)
+    assert series(events(logger.log_dir), "batch_size") == [(5, 16.0), (7, 64.0), (9, 16.0), (11, 16.0)]
 
 
 def test_monitors_and_two_loggers(tmp_path):

@@ -272,6 +272,27 @@ def test_checkpoints_hold_the_base_rate(tmp_path):
     assert [batch.lr for batch in module.batches] == [0.05] * 4
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_before_backward"])
+def test_a_group_that_the_module_adds_steps_with_the_factor(hook, tmp_path):
+    """The hooks of a module come after ours: its first step has the factor all the same."""
+    used = []
+
+    class Net(Recorder):
+        def add(self, *args):
+            if self.trainer.global_step == 2:
+                extra = torch.nn.Parameter(torch.zeros(1))
+                self.optimizers().optimizer.add_param_group({"params": [extra], "lr": 0.8})
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda one, *_: used.append([group["lr"] for group in one.param_groups]))
+            return optimizer
+
+    setattr(Net, hook, Net.add)
+    fit(Net(), loader(16, 8), callbacks=[adapt(16, max_batch_size=8)], epochs=2, root=tmp_path)
+    assert used == [[0.05], [0.05], [0.05, 0.4], [0.05, 0.4]]
+
+
 def test_assigned_rate_and_added_group(tmp_path):
     """A learning rate that is assigned in mid-run is a new base; a group that is added gets the factor too."""
 

@@ -58,7 +58,12 @@ class Net(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def train(tmp_path, callbacks, *, seed: int = 5, interval: float = 1.0, **loader_kwargs):
+def tuples(samples):
+    """Collate as a user's function does."""
+    return tuple(torch.stack([torch.as_tensor(sample[field]) for sample in samples]) for field in range(3))
+
+
+def train(tmp_path, callbacks, *, seed: int = 5, interval: float = 1.0, reload: int = 0, **loader_kwargs):
     """Fit three epochs and return the module and the random state at the end."""
     pl.seed_everything(seed, workers=True, verbose=False)
     module = Net()
@@ -72,6 +77,7 @@ def train(tmp_path, callbacks, *, seed: int = 5, interval: float = 1.0, **loader
         enable_progress_bar=False,
         enable_model_summary=False,
         val_check_interval=interval,
+        reload_dataloaders_every_n_epochs=reload,
         callbacks=callbacks,
         default_root_dir=tmp_path,
     )
@@ -98,6 +104,18 @@ def test_constant_is_bitwise_no_callback(loader_kwargs, interval, tmp_path):
     assert torch.equal(our_state, plain_state)
     for name, value in plain.state_dict().items():
         assert torch.equal(ours.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("own", [{}, {"collate_fn": tuples}], ids=["default collate", "own collate"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_constant_is_bitwise_no_callback_over_reloads(persistent, own, tmp_path):
+    """Lightning asks for the loader again, and gets the same object: persistent workers go on, as they do without."""
+    kwargs = {"reload": 1, "num_workers": 2, "persistent_workers": persistent, **own}
+    plain, plain_state = train(tmp_path, [], **kwargs)
+    ours, our_state = train(tmp_path, [AdaptiveBatchSize(Constant())], **kwargs)
+    assert ours.order == plain.order
+    assert ours.logged == plain.logged
+    assert torch.equal(our_state, plain_state)
 
 
 def test_another_seed_is_another_run(tmp_path):

@@ -443,7 +443,7 @@ def test_a_state_that_was_written_down_holds_the_base(tensor, tmp_path):
 
 @ANY_SCHEDULER
 def test_a_scheduler_that_is_made_while_the_factor_is_on(make):
-    """It reads the learning rates that it begins with off the groups: it must not take the factor for a part of them."""
+    """It reads its first learning rates off the groups, and must not take the factor for a part of them."""
     plain, used = optimizer(), optimizer()
     factor = LRFactor([used])
     factor.set(0.25)

@@ -66,6 +66,8 @@ def test_gate_takes_note_of_a_size_logged_otherwise():
 def test_gate_admits_a_change_of_a_tenth(size, expected):
     """A size that is 10 % or more away from the last one logged is logged at once, larger or smaller."""
     assert admitted([100, 100, size], every=2) == expected
+    # Before anything is logged, the first one is what the others compare with.
+    assert admitted([100, 100, size], every=50) == expected[1:]
 
 
 def test_gate_compares_with_the_last_size_logged():
@@ -84,10 +86,10 @@ def test_gate_without_an_interval_admits_nothing(sizes):
 
 @given(sizes=st.lists(st.integers(1, 100), max_size=40), every=st.integers(1, 10))
 def test_gate_never_hides_a_notable_size(sizes, every):
-    """Once one size was logged, the last size logged is always within 10 % of the size in force."""
-    logged = None
+    """The last size logged, or the first of all, is always within 10 % of the size in force."""
+    logged = sizes[0] if sizes else 0
     gate = Gate(every)
     for k, size in enumerate(sizes, 1):
         if gate.admits(k, size):
             logged = size
-        assert logged is None or abs(size - logged) < 0.1 * logged
+        assert abs(size - logged) < 0.1 * logged
