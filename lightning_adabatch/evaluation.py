@@ -55,8 +55,12 @@ class Evaluation:
         What was measured is known until :meth:`forget`: a checkpoint may have asked before.
         """
         if names not in self._known:
-            with aside(self._trainer):
-                self._known[names] = self._measure(names)
+            try:
+                with aside(self._trainer):
+                    self._known[names] = self._measure(names)
+            except Exception as error:
+                _explain(error)
+                raise
         return self._known[names]
 
     def recall(self, names: frozenset[str]) -> Mapping[str, float]:
@@ -132,3 +136,13 @@ class Evaluation:
         if not self._said:
             self._said = True
             rank_zero_warn(message)
+
+
+def _explain(error: Exception) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(
+            "AdaptiveBatchSize evaluated training_step for the policy when this was raised: with the module in "
+            "evaluation mode, and for the first decision before the module's own on_train_start and "
+            "on_train_epoch_start. What to do: let training_step return its loss in evaluation mode too, set what it "
+            "needs in setup() or on_fit_start(), or use a policy that evaluates nothing, such as RadaDamp()."
+        )

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_adabatch.guards import refuse
@@ -69,6 +70,8 @@ class FixedLoaders:
             batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
             if batch is None:  # the first loader ended before another one
                 return 0
+        if size is not None and _holds(batch, size):
+            return size
         try:
             with warnings.catch_warnings():  # that it takes the first of several sizes, which is what it is to do
                 warnings.simplefilter("ignore")
@@ -94,3 +97,14 @@ class FixedLoaders:
             and plain_batch_sampler(loader.batch_sampler)
             and kind_of(loader).samples() is not None
         )
+
+
+def _holds(batch: Any, size: int) -> bool:
+    """Whether a batch is, or holds, a tensor or a sequence of so many: lists of images have other lengths within."""
+    fields = list(batch.values()) if isinstance(batch, Mapping) else batch
+    parts = [batch, *fields] if isinstance(fields, (list, tuple)) else [batch]
+    return any(
+        len(part) == size
+        for part in parts
+        if isinstance(part, (list, tuple)) or (isinstance(part, Tensor) and part.dim() > 0)
+    )

@@ -22,21 +22,25 @@ class Logbook:
     """Writes the records of updates that are worth it, and each epoch's last one.
 
     Args:
-        loggers: The Trainer's.
         every: The interval in updates.
         device_size: Returns the samples of one pass on one rank, for the samples of an update over all ranks.
     """
 
-    def __init__(self, loggers: Sequence[Logger], every: int, device_size: Callable[[int], int]) -> None:
-        self._loggers = loggers
-        self._gate = Gate(every if loggers else 0)
+    def __init__(self, every: int, device_size: Callable[[int], int]) -> None:
+        self._loggers: Sequence[Logger] = ()
+        self._every = every
+        self._gate = Gate(0)
         self._device_size = device_size
         # Of the last update, if its record was not written: its decision, its samples, and those of one pass on a rank.
         self._unlogged: tuple[Decision, int, int] | None = None
 
-    def begin(self) -> None:
-        """Prepare the loggers."""
-        sinks.lay_out(self._loggers)
+    def begin(self, loggers: Sequence[Logger]) -> None:
+        """Write to these from now on: hooks of others may have put them in after the fit was set up."""
+        self._loggers = loggers
+        if loggers:
+            size, self._gate = self._gate.logged_size, Gate(self._every)
+            self._gate.logged_size = size
+        sinks.lay_out(loggers)
 
     def end_update(self, controller: Controller, used: Decision, trained: int) -> None:
         """Write the record of an update if it is time."""

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_adabatch.policies import Policy
+from lightning_adabatch.policies import Constant, Policy
 
 SMALL = 10  # times smaller than the size in force
 
@@ -25,6 +28,25 @@ class Notices:
         self._policy = policy
         self._loss_is_due = self._gradients_are_due = self._updates_are_due = True
         self.tail_is_due = False
+
+    def laid_out(self, samplers: Sequence[Any], multiple_of: int) -> None:
+        """Say of samplers that lay out their indices for batches of one size that other sizes are to come.
+
+        Args:
+            samplers: That batches are drawn from.
+            multiple_of: Of which all sizes are multiples.
+        """
+        for sampler in samplers:
+            size = getattr(sampler, "batch_size", None)
+            if isinstance(self._policy, Constant) or isinstance(size, bool) or not isinstance(size, int):
+                continue
+            if size > 1 and multiple_of % size:
+                rank_zero_warn(
+                    f"AdaptiveBatchSize: {type(sampler).__name__} has a batch_size of its own, {size}. If it lays out "
+                    "its indices for batches of that size (so many of each class), batches of other sizes cut its "
+                    f"groups. Set multiple_of={size}, or what its groups have, or adapt='lr' to leave the batch size "
+                    "alone."
+                )
 
     def no_loss(self, *, manual: bool) -> None:
         """Say that the policy follows a loss, and how it is to be shown.

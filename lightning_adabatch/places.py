@@ -124,8 +124,7 @@ class Places:
         own = _of_loader(restored.of_rank(rank), number)
         # Lightning takes it from the global seed of this process, now and when loaders are reloaded.
         loader.shuffle_seed = self.shuffle_seed = own.get("shuffle_seed")
-        if hasattr(loader.sampler, "set_epoch") and not hasattr(loader.sampler, "epoch"):
-            loader.sampler.set_epoch(restored.place["epoch"])  # what Lightning told it, which it keeps to itself
+        loader.kind.tell_epoch(restored.place["epoch"])
         place = own.get("pass")
         if place is not None:
             place = _without_missing(place, loader, own.get("data"))

@@ -67,7 +67,7 @@ class Run:
         fraction = getattr(settings.policy, "fraction", 1.0)
         self._evaluation = Evaluation(trainer, self._ranks, fraction, self._data.to_evaluate)
         self._division = Division(trainer, settings, self._bridge, self._data, self.update, self._ranks.count)
-        self._logbook = Logbook(trainer.loggers, every, self._division.device_size)
+        self._logbook = Logbook(every, self._division.device_size)
 
     def start(self) -> None:
         """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
@@ -79,6 +79,7 @@ class Run:
         restored = self._data.places.restored
         if restored is not None:
             initial = restored.rule["initial_batch_size"]
+        self._notices.laid_out([loader.sampler for loader in self._bridge.slot.loaders], self._settings.multiple_of)
         self._take_hold()
         if initial is not None:
             self._begin(initial, training_samples, epoch_samples)
@@ -115,7 +116,7 @@ class Run:
             self._evaluation.forget()
         else:
             self._go_on(self.controller, restored)
-        self._logbook.begin()
+        self._logbook.begin(self._trainer.loggers)
         self._notices.tail_is_due = self._data.keeps_tails
 
     @property

@@ -67,6 +67,7 @@ class Accumulation:
     def __init__(self, trainer: pl.Trainer, slot: Slot) -> None:
         self._trainer = trainer
         self._slot = slot
+        self._cleared = False  # whether the gradients of the update in hand were set to zero
 
     def install(self, patches: Patches) -> None:
         """Take over the two decisions that Lightning takes from a count of batches."""
@@ -78,11 +79,19 @@ class Accumulation:
             return self.complete
 
         def make_zero_grad_fn(batch_idx: int, optimizer: Any) -> Any:
+            # Of a first part that is None, Lightning evaluates no closure: then it is for the next one to do.
             del batch_idx
-            return zero_grad(0, optimizer) if self._slot.live.plan.part <= 1 else None
+            if self._slot.live.plan.part > 1 and self._cleared:
+                return None
+            self._cleared = True
+            return zero_grad(0, optimizer)
 
         patches.put(epoch_loop, "_accumulated_batches_reached", accumulated_batches_reached)
         patches.put(automatic, "_make_zero_grad_fn", make_zero_grad_fn)
+
+    def end_update(self) -> None:
+        """The next part begins another update."""
+        self._cleared = False
 
     @property
     def complete(self) -> bool:

@@ -42,6 +42,8 @@ class Counts:
         self._every_batches: int | None = None  # the interval, where the epoch is a number of batches
         self._planned_val_check_batch: Any = None
         self._warned_short = False
+        self._ours: Any = None  # the trainer.val_check_batch that was set here
+        self._theirs = False  # somebody has set another one
         self._training = False  # an epoch has begun, or did in another process
         self.changed: Callable[[], None] | None = None
 
@@ -87,6 +89,7 @@ class Counts:
     def loaders_made(self) -> None:
         """Take over what Lightning planned with the length at the initial size, and set the true counts."""
         self._planned_val_check_batch = self._trainer.val_check_batch
+        self._ours, self._theirs = None, False
         self._points = None
         for loader in self._slot.loaders:
             loader.began, loader.ended = self._pass_began, self._pass_ended
@@ -128,15 +131,27 @@ class Counts:
         if ended.plan.unsized and self._slot.runs_over(ended):
             self.set(self._epoch.length)
 
+    def _validate_every(self, batches: float) -> None:
+        self._trainer.val_check_batch = self._ours = batches
+
+    @property
+    def _left_to_us(self) -> bool:
+        """Whether nobody has assigned ``trainer.val_check_batch`` in mid-run."""
+        self._theirs = self._theirs or self._ours not in {None, self._trainer.val_check_batch}
+        return not self._theirs
+
     def _plan_validation(self, loader: ElasticLoader, batches: float) -> None:
         interval = self._val_check_interval
+        if not self._left_to_us:
+            return
         if isinstance(interval, float):
-            self._trainer.val_check_batch = self._at_the_end(batches)
+            self._validate_every(self._at_the_end(batches))
             self._points = None
             self._every_batches = None
             if interval != 1.0 and (batches == loader.max_batches or loader.kind.in_batches):
                 # The epoch is a number of batches, whatever their size, and so are the points in it.
-                self._every_batches = self._trainer.val_check_batch = max(1, int(batches * interval))
+                self._every_batches = max(1, int(batches * interval))
+                self._validate_every(self._every_batches)
             elif interval != 1.0:
                 ruler = self._slot.loaders[self._epoch.ruler] if len(self._slot.loaders) > 1 else loader
                 self._points = ValidationPoints(int(batches), interval, ruler.device_size)
@@ -153,18 +168,21 @@ class Counts:
         self.set(batches)
         if over:  # Lightning asked before it could be known
             self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-        if self._points is not None:
-            due = self._points.reached(epoch.consumed, last=over)
-            self._trainer.val_check_batch = _every(batch_idx + 1, due=due)
-        elif self._every_batches is not None:
-            # An epoch that became short still validates at its end.
-            self._trainer.val_check_batch = int(min(self._every_batches, batches))
-        elif isinstance(self._val_check_interval, float):
-            self._trainer.val_check_batch = self._at_the_end(batches)
+        if self._left_to_us:
+            self._follow_validation(batch_idx + 1, batches, over=over)
         if self._slot.live.plan.rest == 0:
             epoch.mark()
             self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(batches if epoch.exact else math.inf)
+
+    def _follow_validation(self, ended: int, batches: float, *, over: bool) -> None:
+        if self._points is not None:
+            self._validate_every(_every(ended, due=self._points.reached(self._epoch.consumed, last=over)))
+        elif self._every_batches is not None:
+            # An epoch that became short still validates at its end.
+            self._validate_every(int(min(self._every_batches, batches)))
+        elif isinstance(self._val_check_interval, float):
+            self._validate_every(self._at_the_end(batches))
 
     def plan_again(self) -> None:
         """Follow the loader back to the beginning of an update, which has more parts now."""
@@ -225,7 +243,7 @@ class Counts:
         self._every_batches = state["every_batches"]
         batches = self._epoch.length
         self.set(batches)
-        self._trainer.val_check_batch = state["val_check_batch"]
+        self._validate_every(state["val_check_batch"])
         self._bound_int_interval(batches if self._epoch.exact else math.inf)
 
     def give_back(self) -> None:
@@ -257,9 +275,9 @@ class Counts:
         """
         trainer = self._trainer
         interval = self._val_check_interval
-        if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
+        if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None or not self._left_to_us:
             return
-        trainer.val_check_batch = int(min(interval, batches))
+        self._validate_every(int(min(interval, batches)))
         if batches < interval and trainer.enable_validation and not self._warned_short:
             self._warned_short = True
             rank_zero_warn(

@@ -63,6 +63,7 @@ class Bridge:
     def end_batch(self, batch_idx: int) -> None:
         """Follow a batch, or a part of one, that ended."""
         if self.accumulation.complete and self.windows.complete:
+            self.accumulation.end_update()
             if self.slot.loader is not None:
                 self.memory.end_update()
             self.resume.end_batch(batch_idx)

@@ -176,9 +176,10 @@ class ElasticLoader:
         return self._size.device_size
 
     @property
-    def batch_sampler(self) -> BatchSampler:
-        """A batch sampler as a ``DataLoader`` of the size in force would have it, for code that looks there."""
-        return BatchSampler(self.sampler, self.batch_size, self.drop_last)
+    def batch_sampler(self) -> Any:
+        """The user's own, or one as a ``DataLoader`` of the size in force would make it, for code that looks there."""
+        own = self.loader.batch_sampler
+        return BatchSampler(self.sampler, self.batch_size, self.drop_last) if type(own) is BatchSampler else own
 
     @property
     def planned_length(self) -> int | float:

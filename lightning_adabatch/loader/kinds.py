@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from lightning_adabatch.loader.groups import Groups
 from lightning_adabatch.loader.indices import Indices
 from lightning_adabatch.loader.streams import Stream
 from lightning_adabatch.loader.supply import Kind
+
+# Batches by which a batch sampler shows whether it reads its size.
+_PROBED = 4
 
 
 def kind_of(loader: DataLoader[Any]) -> Kind:
@@ -49,34 +53,37 @@ def settable_batch_size(batch_sampler: Any) -> bool:
 
 
 def follows_its_size(batch_sampler: Any) -> bool:
-    """Whether a batch sampler reads its ``batch_size`` for each batch, as far as two batches show.
+    """Whether a batch sampler reads its ``batch_size`` for each batch, as far as a few batches show.
 
-    It is asked on a copy, and the generators are put back. What gives as much after its size was halved as before,
-    and as much as it said, does not follow.
+    It is asked on a copy, and the generators are put back. One that counts in samples, and after its size was halved
+    never gives as many as it says then, but more, does not follow. Nor does one that gives single samples when it is
+    told to give several.
     """
     size, before = batch_sampler.batch_size, generators.capture()
-    own = [one for one in vars(batch_sampler).values() if isinstance(one, torch.Generator)] if size > 1 else []
+    other = size // 2 or _PROBED
+    own = [one for one in vars(batch_sampler).values() if isinstance(one, torch.Generator)]
     states = [one.get_state() for one in own]
     try:
         asked = copy.copy(batch_sampler)
         batches = iter(asked)
         first = len(next(batches))
-        asked.batch_size = size // 2
-        second = len(next(batches))
+        asked.batch_size = other
+        after = [len(batch) for batch in islice(batches, _PROBED)]
     except Exception:  # noqa: BLE001  # what it cannot do now it will say when it is asked in earnest
         return True
     finally:
         generators.restore(before)
         for one, state in zip(own, states, strict=True):
             one.set_state(state)
-    return size == 1 or not first == second == size
+    stays = size in {first, *after} and other not in after
+    return not (stays and max(after, default=0) > other) and not (size == 1 and after[1:] and max(after) == 1)
 
 
 def iteration_of_its_own(loader: Any) -> str | None:
     """Return the method by which a ``DataLoader``'s subclass iterates in a way of its own, or None."""
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     known = (DataLoader, getattr(torchdata, "StatefulDataLoader", DataLoader))
-    for method in ("__iter__", "_get_iterator"):
+    for method in ("__iter__", "_get_iterator", "__len__"):
         if all(getattr(type(loader), method) is not getattr(kind, method) for kind in known):
             return method
     return None

@@ -138,6 +138,12 @@ class Kind(ABC):
             if epoch is not None and hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
+    def tell_epoch(self, epoch: int) -> None:
+        """Have those of the user's objects shuffle for an epoch that keep it to themselves."""
+        for owner in self.owners:
+            if hasattr(owner, "set_epoch") and not hasattr(owner, "epoch"):
+                owner.set_epoch(epoch)
+
     def batches_left(self, plan: EpochPlan, size: int) -> int | float:
         """Return how many batches, or parts of them, follow if ``size`` stays; an estimate for an open plan."""
         return plan.batches_left(size)

@@ -147,3 +147,39 @@ def test_attributes_before_the_first_batch(tmp_path):
     ours = adapt(4, 8, adapt="lr")
     quiet([ours, Looks()], epochs=1, root=tmp_path).fit(Recorder(), Batches())
     assert seen == [None, 4, 4, 4]
+
+
+class Pictures(Indexed):
+    """Images of several heights, as lists: what a model for detection is given."""
+
+    def __getitem__(self, index):
+        return torch.randn(3, 4 + index % 3, 5), {"boxes": torch.zeros(1 + index % 2, 4)}
+
+
+class InGroups:
+    batch_size = 4
+
+    def __init__(self):
+        self.sampler = range(10)
+
+    def __iter__(self):
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]])
+
+
+def as_lists(samples):
+    """Collate as torchvision's references do."""
+    return tuple(zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("collate", [as_lists, lambda samples: {"images": list(samples), "scale": torch.ones(())}])
+def test_lists_of_images_are_counted_by_their_number(collate, tmp_path):
+    """Not by the three channels of the first one."""
+
+    class Detects(Recorder):
+        def training_step(self, batch, batch_idx):
+            return self.net(torch.ones(1, 4)).square().sum()
+
+    ours = adapt(4, 8, adapt="lr")
+    train = DataLoader(Pictures(10), batch_sampler=InGroups(), collate_fn=collate)
+    fit(Detects(), train, callbacks=[ours], epochs=1, root=tmp_path)
+    assert (ours.samples, ours.epochs) == (12, 1.2)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -224,3 +226,46 @@ def test_batch_sampler_that_takes_its_size_for_constant(tmp_path):
     with pytest.warns(UserWarning, match=r"Strides gave .* of 60 in an epoch in which .*batch_size once for each"):
         train(module, Strides(60, 1, 4), 4, 3, epochs=1, root=tmp_path)
     assert sum(module.sizes) < 60
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["plain grouping", "own grouping"])
+def test_users_reach_their_own_batch_sampler(sized, tmp_path):
+    """A hook that tells it the epoch finds it where a DataLoader has it."""
+
+    class Told(BatchSampler if sized else Buckets):
+        told = ()
+
+        def set_epoch(self, epoch):
+            self.told = (*self.told, epoch)
+
+    class Tells(Recorder):
+        def on_train_epoch_start(self):
+            self.trainer.train_dataloader.batch_sampler.set_epoch(self.current_epoch)
+
+    sampler = Told(SequentialSampler(range(60)), 4, False) if sized else Told(60, 1, 4)
+    train(Tells(), sampler, 4, 8, root=tmp_path)
+    assert set(sampler.told) == {0, 1}
+
+
+class Balanced(torch.utils.data.Sampler):
+    """Lays out its indices for batches of eight: two of each class, say."""
+
+    batch_size = 8
+
+    def __iter__(self):
+        return iter(range(60))
+
+    def __len__(self):
+        return 60
+
+
+@pytest.mark.parametrize(("policy", "multiple_of", "said"), [(None, 1, 1), (None, 8, 0), (Constant(), 1, 0)])
+def test_a_sampler_that_lays_out_batches_is_named(policy, multiple_of, said, tmp_path):
+    """Other batch sizes cut its groups, which nobody else can know."""
+    ours = AdaptiveBatchSize(policy, max_batch_size=16, multiple_of=multiple_of)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Recorder(), DataLoader(Indexed(60), 8, sampler=Balanced()), callbacks=[ours], epochs=1, root=tmp_path)
+    found = [str(one.message) for one in caught if "Balanced has a batch_size of its own, 8" in str(one.message)]
+    assert len(found) == said
+    assert all("Set multiple_of=8" in message for message in found)

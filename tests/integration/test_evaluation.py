@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,23 @@ def test_training_set_that_is_overfitted(adapt, tmp_path):
     found, ours = measure(LOSS, train=loader(22, 4), ours={"adapt": adapt}, root=tmp_path, **flags)
     assert found[0]["full_loss"] == pytest.approx(Recorder().loss(data.x[:8], data.y[:8]).item(), rel=1e-6)
     assert ours._controller.evaluated == 8 * len(found)
+
+
+class ListInEvaluation(Recorder):
+    """Returns what it found where it is not trained, as torchvision's models for detection do."""
+
+    def loss(self, x, y):
+        return super().loss(x, y) if self.training else [x].values()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on exceptions are new in Python 3.11")
+def test_an_error_in_an_evaluation_says_that_it_was_one(tmp_path):
+    """The user wrote a training_step, and not that it is called in evaluation mode."""
+    with pytest.raises(AttributeError) as caught:
+        fit(ListInEvaluation(), loader(8, 4), callbacks=[AdaptiveBatchSize(AdaDamp())], root=tmp_path)
+    [note] = caught.value.__notes__
+    assert "evaluated training_step for the policy" in note
+    assert "What to do" in note
 
 
 class Item(Recorder):

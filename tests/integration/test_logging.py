@@ -188,6 +188,23 @@ def test_no_change_is_hidden_before_the_first_line(tmp_path):
     assert series(events(logger.log_dir), "batch_size") == [(5, 16.0), (7, 64.0), (9, 16.0), (11, 16.0)]
 
 
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
+def test_a_logger_that_another_hook_puts_in(hook, tmp_path):
+    """It is written to, though it was not there when the fit was set up."""
+    found = []
+
+    class Keeps(CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            found.append(metrics.get("adabatch/batch_size"))
+
+    class Puts(pl.Callback):
+        pass
+
+    setattr(Puts, hook, lambda self, trainer, *args, **kwargs: setattr(trainer, "loggers", [Keeps(tmp_path)]))
+    fit(Recorder(), loader(32, 8), callbacks=[adapt(8, 16), Puts()], epochs=1, log_every_n_steps=1, root=tmp_path)
+    assert found == [8, 16, 8]
+
+
 def test_monitors_and_two_loggers(tmp_path):
     """C28: our metric can be monitored, is in callback_metrics after the first update, and in both loggers."""
     seen = []

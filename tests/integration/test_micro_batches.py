@@ -7,8 +7,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from models import Recorder, Watch, adapt, fit, loader, quiet
+from models import Indexed, Recorder, Watch, adapt, fit, loader, quiet
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_adabatch import AdaptiveBatchSize, Constant, RadaDamp
 
@@ -277,3 +278,28 @@ def test_refused(tmp_path):
     ):
         with pytest.raises(MisconfigurationException, match=match):
             quiet([ours], root=tmp_path, **flags).fit(module, loader(16, 8))
+
+
+def without_bad_ones(samples):
+    """Leave out the samples 16 to 23: a part that has no others is None."""
+    good = [sample for sample in samples if not 16 <= sample[2] < 24]
+    return default_collate(good) if good else None
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_first_part_that_is_none_leaves_no_gradients_behind(tmp_path):
+    """Lightning sets gradients to zero with the first part; where that is skipped, the next one does it."""
+
+    class Keeps(Recorder):
+        found = ()
+
+        def on_before_optimizer_step(self, optimizer):
+            self.found = (*self.found, self.net.weight.grad.clone())
+
+    module, data = Keeps(lr=0.0), Indexed(48)
+    train = DataLoader(data, 16, collate_fn=without_bad_ones)
+    fit(module, train, callbacks=[AdaptiveBatchSize(Constant(), max_device_batch_size=8)], epochs=1, root=tmp_path)
+    second = range(24, 32)
+    module.zero_grad()
+    (0.5 * module.loss(data.x[second], data.y[second])).backward()  # of its share of the update's samples
+    assert torch.allclose(module.found[1], module.net.weight.grad, atol=1e-7)

@@ -131,6 +131,30 @@ class Settled(Grouped):
         return iter([[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
+class Ahead(Grouped):
+    """Makes its batches when it is asked for the first one; the first ones are not full."""
+
+    def __iter__(self):
+        return iter([[0, 1, 2], [3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]])
+
+
+class Single(Grouped):
+    """Gives one sample at a time, whatever it is told."""
+
+    def __init__(self) -> None:
+        self.batch_size = 1
+
+    def __iter__(self):
+        return iter([[index] for index in range(8)])
+
+
+class Short(DataLoader):
+    """Says that it has fewer batches than it gives."""
+
+    def __len__(self):
+        return 2
+
+
 class Words:
     """A loader of its own, of batches that do not say how large they are."""
 
@@ -213,6 +237,18 @@ def ranks_that_differ(root):
 
 def groups_that_do_not_follow(root):
     fit(Recorder(), DataLoader(Indexed(8), batch_sampler=Settled()), callbacks=[adapt(4, 8)], root=root)
+
+
+def groups_made_ahead(root):
+    fit(Recorder(), DataLoader(Indexed(16), batch_sampler=Ahead()), callbacks=[adapt(4, 8)], root=root)
+
+
+def groups_of_single_samples(root):
+    fit(Recorder(), DataLoader(Indexed(8), batch_sampler=Single()), callbacks=[adapt(1, 8)], root=root)
+
+
+def length_of_its_own(root):
+    fit(Recorder(), Short(Indexed(16), 4), callbacks=[adapt(4, 8)], root=root)
 
 
 def groups_that_are_accumulated(root):
@@ -361,6 +397,9 @@ SETUPS: dict[Any, str] = {
     closure_again: "evaluates its closure more than once per step (SAM, LBFGS) together with updates of several micro",
     ranks_that_differ: "train loaders whose batch size is another one on each rank (4, 6): all ranks make the same",
     groups_that_do_not_follow: "the batch sampler Settled, whose batches stay as they are when its batch_size is set",
+    groups_made_ahead: "the batch sampler Ahead, whose batches stay as they are when its batch_size is set",
+    groups_of_single_samples: "the batch sampler Single, whose batches stay as they are when its batch_size is set",
+    length_of_its_own: "Short, which overrides __len__: it cannot change the batch size of it. What to do: use a plain",
     groups_that_are_accumulated: "the batch sampler Grouped with accumulate_grad_batches: its batch_size need not be",
     groups_that_are_carried: "tail='carry' with the batch sampler Grouped, which says itself what becomes of the rest",
     groups_on_two_ranks: "the batch sampler Grouped on 2 ranks: only it knows how many batches of which size",

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Streamed, adapt
+from lightning.pytorch.callbacks import ModelCheckpoint
+from models import Indexed, Recorder, Streamed, adapt, quiet
 from resuming import Augmented, Cut, Outcome, Separable, Setup, assert_goes_on, resume, run
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 SCRIPT = [4, 4, 8, 6, 6, 12, 16, 5, 5, 3, 11, 11, 2, 20, 4, 4, 9, 9, 30, 6]  # up and down
 
@@ -158,3 +159,48 @@ def test_a_stream_that_became_shorter_begins_again(tmp_path):
     with pytest.warns(UserWarning, match="begins again"):
         resumed = resume(shorter, tmp_path / f"{cut}.ckpt", tmp_path)
     assert sorted(index for step in resumed.steps if step.epoch == 1 for index in step.indices) == list(range(10))
+
+
+class ToldStream(IterableDataset):
+    """A stream in an order of the epoch that it was told, which it keeps to itself."""
+
+    _told = 0
+
+    def set_epoch(self, epoch):
+        self._told = epoch
+
+    def __iter__(self):
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(self._told)).tolist()
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        data = Indexed(40)
+        return (data[index] for index in order[start::step])
+
+
+class Tells(Recorder):
+    """Tells its stream the epoch when one begins; in the middle of one this is not called again."""
+
+    def on_train_epoch_start(self):
+        self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_was_told_its_epoch(workers, tmp_path):
+    """The run that goes on in the middle of the second epoch has that epoch's order."""
+
+    def train(path=None, steps=-1):
+        module, saved = (
+            Tells(),
+            ModelCheckpoint(tmp_path / str(steps), every_n_train_steps=13, filename="cut", save_top_k=-1),
+        )
+        callbacks = [adapt(4, 4, max_batch_size=4), *([] if path else [saved])]
+        flags = {"epochs": 2, "max_steps": steps, "enable_checkpointing": not path, "root": tmp_path}
+        trainer = quiet(callbacks, **flags)
+        trainer.fit(module, DataLoader(ToldStream(), 4, num_workers=workers), ckpt_path=path)
+        return [batch.indices for batch in module.batches]
+
+    uncut = train()
+    cut = train(steps=13)
+    assert cut + train(tmp_path / "13" / "cut.ckpt") == uncut
+    assert sorted(index for batch in uncut[10:] for index in batch) == list(range(40))

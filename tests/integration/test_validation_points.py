@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -195,3 +196,23 @@ def test_share_of_a_number_of_batches(tmp_path):
     )
     assert module.sizes_in(0) == [4] + [8] * 7
     assert module.validations == [4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["theirs first", "ours first"])
+@pytest.mark.parametrize("interval", [1.0, 0.5, 4])
+def test_an_interval_that_is_assigned_in_mid_run(interval, before, tmp_path):
+    """``trainer.val_check_batch`` is Lightning's plan: whoever sets it is followed, as without the callback."""
+
+    class Assigns(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                trainer.val_check_batch = 2
+
+    runs = []
+    for ours in ([], [AdaptiveBatchSize(Constant())]):
+        module = Recorder()
+        callbacks = [Assigns(), *ours] if before else [*ours, Assigns()]
+        flags = {"epochs": 3, "val_check_interval": interval, "root": tmp_path}
+        fit(module, loader(64, 8), loader(8, 8), callbacks=callbacks, **flags)
+        runs.append(module.validations)
+    assert runs[1] == runs[0]
