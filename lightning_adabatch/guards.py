@@ -34,8 +34,6 @@ _REFUSED_STRATEGIES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy) 
 _REFUSED_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (cb.GradientAccumulationScheduler, "remove it; the batch size is adapted by this callback"),
     (cb.StochasticWeightAveraging, "remove it, or average the weights after training"),
-    (cb.WeightAveraging, "remove it, or average the weights after training"),
-    (cb.BackboneFinetuning, "remove it"),
 )
 
 

@@ -131,8 +131,6 @@ class Replaces(pl.Callback):
 CALLBACKS = {
     "GradientAccumulationScheduler": lambda: cb.GradientAccumulationScheduler({0: 1, 1: 4}),
     "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(0.1),
-    "WeightAveraging": cb.WeightAveraging,
-    "BackboneFinetuning": cb.BackboneFinetuning,
     "a callback that replaces the train loader": Replaces,
 }
 
