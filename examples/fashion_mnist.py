@@ -68,6 +68,7 @@ METHODS = {
     "RadaDamp, sqrt LR": Method(AUTHOR, floor=True, lr_scaling="sqrt"),
     "RadaDamp, sqrt LR, cooldown": Method(AUTHOR, floor=True, lr_scaling="sqrt", cooldown=True),
     "RadaDamp, linear LR, cooldown": Method(AUTHOR, floor=True, lr_scaling="linear", cooldown=True),
+    "RadaDamp printed, linear LR, cooldown": Method(PRINTED, floor=True, lr_scaling="linear", cooldown=True),
     "RadaDamp as printed": Method(PRINTED),
     # From what is printed to what the author ran, one change each.
     "RadaDamp printed, floor": Method(PRINTED, floor=True),

@@ -70,7 +70,7 @@ class FixedLoaders:
             batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
             if batch is None:  # the first loader ended before another one
                 return 0
-        if size is not None and _holds(batch, size):
+        if size is not None and _is_listed(batch, size):
             return size
         try:
             with warnings.catch_warnings():  # that it takes the first of several sizes, which is what it is to do
@@ -99,12 +99,10 @@ class FixedLoaders:
         )
 
 
-def _holds(batch: Any, size: int) -> bool:
-    """Whether a batch is, or holds, a tensor or a sequence of so many: lists of images have other lengths within."""
+def _is_listed(batch: Any, size: int) -> bool:
+    """Whether a batch is so many samples in lists, such as images of several shapes, without a tensor of them all."""
     fields = list(batch.values()) if isinstance(batch, Mapping) else batch
-    parts = [batch, *fields] if isinstance(fields, (list, tuple)) else [batch]
-    return any(
-        len(part) == size
-        for part in parts
-        if isinstance(part, (list, tuple)) or (isinstance(part, Tensor) and part.dim() > 0)
-    )
+    if not isinstance(fields, (list, tuple)) or any(isinstance(one, Tensor) and one.dim() > 0 for one in fields):
+        return False
+    lists = [one for one in fields if isinstance(one, (list, tuple))]
+    return any(len(one) == size for one in lists) or (fields is batch and not lists and len(batch) == size)

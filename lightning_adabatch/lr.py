@@ -2,7 +2,7 @@
 """A factor on the learning rates of optimizers that multiplies whatever schedulers say, and never compounds.
 
 The factor is on the parameter groups all the time, so that whatever reads a learning rate reads the one in
-use; it is off only while a scheduler steps, in checkpoints, and after the fit. The optimizer owns the base
+use; it is off only while a scheduler steps, in states of the optimizer, and after the fit. The optimizer owns the base
 learning rates; what stands here is only what is needed to put them back.
 """
 
@@ -125,16 +125,12 @@ class LRFactor:
         The same for those that it is made of. The scheduler becomes an instance of a subclass of its own class. An
         attribute on the instance would be in its ``state_dict``, which is its ``__dict__``.
         """
-        if not any(scheduler is guarded for guarded, _ in self._undo):
-            if self._applied:
-                self._forget_factor(scheduler)
-            self._guard(scheduler)
-
-    def _guard(self, scheduler: Any) -> None:
+        original: Any = type(scheduler)
+        if any(scheduler is guarded for guarded, _ in self._undo):
+            return
         for part in _parts(scheduler):
             self.guard(part)
         factor = self
-        original: Any = type(scheduler)
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             asked = args or kwargs.get("epoch") is not None  # SequentialLR begins its parts at 0
@@ -161,24 +157,6 @@ class LRFactor:
         }
         scheduler.__class__ = type(original.__name__, (original,), names)
         self._undo.append((scheduler, original))
-
-    def _forget_factor(self, scheduler: Any) -> None:
-        """Have a scheduler that was made while the factor is on begin with the base learning rates.
-
-        What it read off a group is known by identity: that very number was put there with the factor on it.
-        """
-        begins = [getattr(part, "base_lrs", []) for part in (scheduler, *_all_parts(scheduler))]
-        for (number, index), applied in self._applied.items():
-            if number == _TENSOR or self.optimizers[number] is not getattr(scheduler, "optimizer", None):
-                continue
-            group = self.optimizers[number].param_groups[index]
-            took = [rates for rates in begins if index < len(rates) and rates[index] is applied.shown]
-            for rates in took:
-                rates[index] = applied.base
-            if took and group["lr"] is not applied.shown:  # made of it in a first step
-                group["lr"] *= applied.base / applied.shown
-            if group.get("initial_lr") is applied.shown:
-                group["initial_lr"] = applied.base
 
     def release(self) -> None:
         """Give the base learning rates and the schedulers back."""
@@ -253,12 +231,6 @@ def _parts(scheduler: Any) -> Sequence[Any]:
     """Return what a SequentialLR or a ChainedScheduler is made of."""
     parts: Sequence[Any] = scheduler._schedulers if isinstance(scheduler, (SequentialLR, ChainedScheduler)) else []
     return parts
-
-
-def _all_parts(scheduler: Any) -> Iterator[Any]:
-    for part in _parts(scheduler):
-        yield part
-        yield from _all_parts(part)
 
 
 def _key(optimizer: int, group: int, lr: Any) -> _Key:

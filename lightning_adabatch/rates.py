@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_adabatch.lr import LRFactor, planned_steps
 from lightning_adabatch.policies import Constant
+from lightning_adabatch.schedulers import SchedulerWatch
 from lightning_adabatch.settings import Settings
 
 
@@ -30,7 +32,8 @@ class Rates:
         self._settings = settings
         self._factor = LRFactor([])
         self._finetuning: list[BaseFinetuning] = []
-        self._may_be_new = True  # schedulers that module or callbacks keep
+        self._made: list[Any] = []  # schedulers, before anybody knows the optimizers
+        self._watch = SchedulerWatch(self._bare, self._take_note)
 
     def take_hold(self) -> None:
         """Take hold of the optimizers and schedulers that the Trainer has."""
@@ -47,12 +50,12 @@ class Rates:
             self.guard_schedulers()
         return changed
 
+    def watch(self) -> None:
+        """Know of the schedulers that are made from now on, be Lightning told of them or not, until the release."""
+        self._watch.begin()
+
     def refresh(self) -> None:
-        """Before a step: take hold of schedulers that are new, and put the factor on what was assigned meanwhile."""
-        if self._factor.factor != 1.0:
-            self._guard_known()
-            if self._may_be_new:
-                self._guard_kept()
+        """Put the factor on a learning rate that was assigned meanwhile."""
         self._factor.refresh()
 
     def base(self) -> float:
@@ -64,20 +67,23 @@ class Rates:
         self._factor.set(factor)
 
     def guard_schedulers(self) -> None:
-        """Have the factor off while a scheduler steps; again whenever there may be new ones."""
-        self._guard_known()
-        self._guard_kept()
-        self._may_be_new = True  # hooks for the beginning of an epoch come after ours
-
-    def _guard_known(self) -> None:
+        """Have the factor off while a scheduler steps; again whenever another callback may have put new ones in."""
         for config in self._trainer.lr_scheduler_configs:
             self._factor.guard(config.scheduler)
+        made, self._made = self._made, []
+        for scheduler in made:
+            self._take_note(scheduler)
 
-    def _guard_kept(self) -> None:
-        self._may_be_new = False
-        for scheduler in self._schedulers_kept():
-            if any(scheduler.optimizer is optimizer for optimizer in self._factor.optimizers):
-                self._factor.guard(scheduler)
+    def _bare(self) -> AbstractContextManager[None]:
+        return self._factor.off()
+
+    def _take_note(self, scheduler: Any) -> None:
+        """Guard a scheduler that was made for one of the optimizers."""
+        of = getattr(scheduler, "optimizer", None)
+        if any((of.optimizer if isinstance(of, LightningOptimizer) else of) is one for one in self._factor.optimizers):
+            self._factor.guard(scheduler)
+        elif not self._factor.optimizers:
+            self._made.append(scheduler)
 
     def write_base(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint, by copies; the live ones stay."""
@@ -94,18 +100,11 @@ class Rates:
 
     def release(self) -> None:
         """Put the base learning rates back; safe to call twice."""
+        self._watch.end()
+        self._made = []
         self._factor.release()
         while self._finetuning:
             del self._finetuning.pop().finetune_function  # the method of the class is behind it
-
-    def _schedulers_kept(self) -> Iterator[LRScheduler]:
-        """Yield the schedulers that module and callbacks hold: users step some that Lightning was never told of."""
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set late
-        for owner in (self._trainer.lightning_module, *callbacks):
-            for value in vars(owner).values():
-                several = value.values() if isinstance(value, Mapping) else value
-                kept = several if isinstance(value, (list, tuple, Mapping)) else (value,)
-                yield from (one for one in kept if isinstance(one, LRScheduler))
 
     def _guard_finetuning(self) -> None:
         """Have the factor off while parameters are unfrozen: their learning rate is made of the first group's."""

@@ -77,9 +77,8 @@ class Gate:
         """Whether the record of this update is logged at once; if so, its size is what the next compare with."""
         if not self.open:
             return False
-        if self.logged_size is None:  # what the first one is compared with
-            self.note(batch_size)
-        known = self.logged_size or batch_size
+        known = batch_size if self.logged_size is None else self.logged_size
+        self.note(known)
         due = updates % self._every == 0 or abs(batch_size - known) >= _NOTABLE_CHANGE * known
         if due:
             self.note(batch_size)

@@ -68,6 +68,7 @@ class Run:
         self._evaluation = Evaluation(trainer, self._ranks, fraction, self._data.to_evaluate)
         self._division = Division(trainer, settings, self._bridge, self._data, self.update, self._ranks.count)
         self._logbook = Logbook(every, self._division.device_size)
+        self._rates.watch()
 
     def start(self) -> None:
         """Check the loader, take hold of optimizers and schedulers, and decide for the first update.
@@ -135,6 +136,7 @@ class Run:
     def _follow_data(self) -> None:
         if self.controller is not None and not self._ranks.several:  # with several it takes all of them
             self._data.follow(self.controller)
+            self._apply(self.controller.decision)
 
     def end_epoch(self) -> None:
         """Log the epoch's last update, whatever ended the epoch."""

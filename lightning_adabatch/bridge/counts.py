@@ -42,6 +42,7 @@ class Counts:
         self._every_batches: int | None = None  # the interval, where the epoch is a number of batches
         self._planned_val_check_batch: Any = None
         self._warned_short = False
+        self._planned_samples: list[int | None] = []
         self._ours: Any = None  # the trainer.val_check_batch that was set here
         self._theirs = False  # somebody has set another one
         self._training = False  # an epoch has begun, or did in another process
@@ -89,7 +90,7 @@ class Counts:
     def loaders_made(self) -> None:
         """Take over what Lightning planned with the length at the initial size, and set the true counts."""
         self._planned_val_check_batch = self._trainer.val_check_batch
-        self._ours, self._theirs = None, False
+        self._ours, self._theirs = self._trainer.val_check_batch, False
         self._points = None
         for loader in self._slot.loaders:
             loader.began, loader.ended = self._pass_began, self._pass_ended
@@ -112,19 +113,25 @@ class Counts:
     def _plan_epoch(self) -> None:
         self._epoch.begin()
         batches = self._epoch.fresh_length
+        self._planned_samples = self._samples
         self.set(batches)
         self._plan_validation(self._slot.loaders[0], batches)
 
     def _pass_began(self, begun: Pass) -> None:
         """Plan once more if a hook that came after ours changed the length of the data."""
-        loader, plan = self._slot.loaders[0], begun.plan
-        if self._training and self._slot.runs_over(begun) and not (plan.unsized or loader.kind.in_batches):
-            batches = self._epoch.length
-            if batches != self._trainer.fit_loop.max_batches:
-                self.set(batches)
-                self._plan_validation(loader, batches)
-                if self.changed is not None:
-                    self.changed()
+        if not self._training or not self._slot.runs_over(begun) or self._samples == self._planned_samples:
+            return
+        self._planned_samples = self._samples
+        batches = self._epoch.length
+        self.set(batches)
+        self._plan_validation(self._slot.loaders[0], batches)
+        if self.changed is not None:
+            self.changed()
+
+    @property
+    def _samples(self) -> list[int | None]:
+        """The samples of each loader, where nobody agreed on them with other ranks."""
+        return [None if loader.kind.in_batches else loader.samples_now for loader in self._slot.loaders]
 
     def _pass_ended(self, ended: Pass) -> None:
         """Take note of the last batch of a stream, which is known only now that Lightning fetches it."""
@@ -231,6 +238,7 @@ class Counts:
         if loader is None:
             return
         self._training = True
+        self._planned_samples = self._samples
         if state["val_setting"] != self._val_setting:  # this Trainer validates at other points
             self.set(self._epoch.length)
             self._plan_validation(loader, self._epoch.fresh_length)
@@ -248,7 +256,7 @@ class Counts:
 
     def give_back(self) -> None:
         """Put back what Lightning planned."""
-        if self._slot.loader is not None:
+        if self._slot.loader is not None and self._left_to_us:
             self._trainer.val_check_batch = self._planned_val_check_batch
 
     def _at_the_end(self, batches: float) -> float:

@@ -209,7 +209,7 @@ class Slot:
     def give_back(self) -> None:
         """Put the user's loaders back; safe to call twice."""
         originals = {id(elastic): original for elastic, original in self._originals}
-        combined = self._trainer.fit_loop._combined_loader
+        combined = self._combined
         if combined is not None:
             combined.flattened = [originals.get(id(loader), loader) for loader in combined.flattened]
         self.loaders = []

@@ -160,6 +160,11 @@ class ElasticLoader:
             self._size.agreed = samples
 
     @property
+    def samples_now(self) -> int | None:
+        """Samples that the data has now; None where nobody knows, or several ranks agreed on a number."""
+        return self.kind.samples() if self._size.agreed is None else None
+
+    @property
     def epoch_samples(self) -> int | float:
         """Samples of one pass, carried ones apart; ``math.inf`` where nobody knows."""
         self._size.refresh()  # the length of a sampler may move

@@ -38,7 +38,10 @@ class IndexSupply(Supply):
 
     def look_again(self) -> None:
         """Take the length that the data has now: Lightning makes the first pass before any hook of an epoch."""
-        if self.on_demand and not self.plan.unsized and self.blocks.blocks.dispatched == 0:
+        if not self.on_demand or self.blocks.blocks.dispatched > 0:
+            return
+        self.blocks.sampler_epoch = getattr(self.blocks.sampler, "epoch", None)
+        if not self.plan.unsized and self._size.agreed is None:  # what all ranks agreed on stays
             self._size.refresh()
             self.plan.total = int(self._size.epoch_samples) + len(self.carried)
             self.blocks.blocks.available = len(self.carried) + len(self.blocks.sampler)

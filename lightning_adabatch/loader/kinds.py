@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
+from collections import deque
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_adabatch import generators
 from lightning_adabatch.loader.groups import Groups
@@ -61,10 +64,12 @@ def follows_its_size(batch_sampler: Any) -> bool:
     """
     size, before = batch_sampler.batch_size, generators.capture()
     other = size // 2 or _PROBED
-    own = [one for one in vars(batch_sampler).values() if isinstance(one, torch.Generator)]
+    owners = [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    held = [one for owner in owners for one in getattr(owner, "__dict__", {}).values()]
+    own = [one for one in held if isinstance(one, torch.Generator)]
     states = [one.get_state() for one in own]
     try:
-        asked = copy.copy(batch_sampler)
+        asked = _apart(batch_sampler)
         batches = iter(asked)
         first = len(next(batches))
         asked.batch_size = other
@@ -77,6 +82,19 @@ def follows_its_size(batch_sampler: Any) -> bool:
             one.set_state(state)
     stays = size in {first, *after} and other not in after
     return not (stays and max(after, default=0) > other) and not (size == 1 and after[1:] and max(after) == 1)
+
+
+def _apart(sampler: Any) -> Any:
+    """Return a copy that can be asked: it shares the data with the original, and no queue or generator but torch's."""
+    other = copy.copy(sampler)
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            setattr(other, name, copy.deepcopy(value))
+        elif isinstance(value, (list, dict, set, deque)):
+            setattr(other, name, copy.copy(value))
+        elif isinstance(value, Sampler):
+            setattr(other, name, _apart(value))
+    return other
 
 
 def iteration_of_its_own(loader: Any) -> str | None:

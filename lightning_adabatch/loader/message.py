@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Bytes up to which a tensor is small: what a pipe holds on Linux, so that the worker does not wait for its reader.
+#: Bytes up to which a tensor is small: the size of a pipe on Linux. Through one, larger ones took longer than by
+#: descriptor, when their batches were measured.
 SMALL = 1 << 16
 
 _NUMPY_KNOWS = frozenset({torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64})
@@ -66,7 +67,7 @@ def is_plain(obj: Any) -> bool:
         type(obj) is Tensor
         and obj.layout is torch.strided
         and obj.device.type == "cpu"
-        and not (obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg())
+        and not (obj.requires_grad or obj.is_quantized or obj.is_nested or obj.is_conj() or obj.is_neg())
     )
 
 

@@ -166,9 +166,37 @@ class InGroups:
         return iter([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]])
 
 
+class Cut(InGroups):
+    """Its last batch is a single sample, where three make a batch."""
+
+    def __iter__(self):
+        return (list(range(start, min(10, start + self.batch_size))) for start in range(0, 10, self.batch_size))
+
+
 def as_lists(samples):
     """Collate as torchvision's references do."""
     return tuple(zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("form", [tuple, list])
+def test_a_last_batch_is_counted_by_its_rows(form, size, tmp_path):
+    """Not by its fields, of which there are as many as samples in a full batch."""
+
+    class Pairs(Recorder):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch[0], batch[1])
+
+    def collate(samples):
+        columns = [torch.stack([torch.as_tensor(sample[field]) for sample in samples]) for field in range(3)]
+        return form(columns[:size])
+
+    ours = adapt(size, adapt="lr")
+    sampler = InGroups()
+    sampler.batch_size = size
+    sampler.__class__ = Cut
+    fit(Pairs(), DataLoader(Indexed(10), batch_sampler=sampler, collate_fn=collate), callbacks=[ours], epochs=1)
+    assert ours.samples == 10
 
 
 @pytest.mark.parametrize("collate", [as_lists, lambda samples: {"images": list(samples), "scale": torch.ones(())}])

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, adapt, fit, loader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_adabatch import AdaptiveBatchSize, Constant
 
@@ -269,3 +272,53 @@ def test_a_sampler_that_lays_out_batches_is_named(policy, multiple_of, said, tmp
     found = [str(one.message) for one in caught if "Balanced has a batch_size of its own, 8" in str(one.message)]
     assert len(found) == said
     assert all("Set multiple_of=8" in message for message in found)
+
+
+class Shuffled(Buckets):
+    """Draws from a generator of its own, of any kind, and takes its samples off a queue that is filled once."""
+
+    def __init__(self, generator):
+        super().__init__(60, 1, 4)
+        self.generator = generator
+        self.queue = deque(range(60))
+
+    def __iter__(self):
+        while self.queue:
+            batch = [self.queue.popleft() for _ in range(min(self.batch_size, len(self.queue)))]
+            drawn = (
+                self.generator.random()
+                if hasattr(self.generator, "random")
+                else torch.rand(1, generator=self.generator)
+            )
+            yield batch if drawn < 0.5 else batch[::-1]
+
+    def __len__(self):
+        return 15
+
+
+class Drawn(BatchSampler):
+    """Groups what its sampler draws in a way of its own."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+GENERATORS = {
+    "torch": lambda: Shuffled(torch.Generator().manual_seed(0)),
+    "random": lambda: Shuffled(random.Random(0)),
+    "numpy": lambda: Shuffled(np.random.default_rng(0)),
+    "of its sampler": lambda: Drawn(RandomSampler(range(60), generator=torch.Generator().manual_seed(0)), 4, False),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_asking_a_batch_sampler_leaves_no_trace(name, tmp_path):
+    """Whether it follows its size is seen on a copy: generators and queues are as they were."""
+    runs = []
+    for callbacks in ([], [AdaptiveBatchSize(Constant())]):
+        module = Recorder()
+        data = DataLoader(Indexed(60), batch_sampler=GENERATORS[name]())
+        fit(module, data, callbacks=callbacks, epochs=1, root=tmp_path)
+        runs.append([batch.indices for batch in module.batches])
+    assert runs[1] == runs[0]
+    assert sorted(index for batch in runs[1] for index in batch) == list(range(60))

@@ -8,10 +8,11 @@ from collections import Counter
 import lightning.pytorch as pl
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import CombinedLoader
 from models import Indexed, Recorder, adapt, fit, loader
 from torch.utils.data import DataLoader
 
-from lightning_adabatch import AdaptiveBatchSize, Constant, NoiseScale
+from lightning_adabatch import AdaptiveBatchSize, Constant, NoiseScale, Schedule
 
 
 class Curriculum(Indexed):
@@ -106,6 +107,40 @@ def test_loaders_that_are_made_anew_by_hand(theirs, before, tmp_path):
     assert module.validations == [4, 6, 8, 10, 12, 14]
     assert ours.state_dict()["rule"]["samples"] == 192
     assert trainer.global_step == 14
+
+
+def test_a_combined_loader_of_the_user_is_given_back(tmp_path):
+    """Also if Lightning was told to forget it in the last epoch."""
+    combined = CombinedLoader({"a": loader(64, 8)}, "max_size_cycle")
+
+    class First(Recorder):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx)
+
+    fit(First(), combined, callbacks=[adapt(8, 16), Forgotten()], epochs=1, root=tmp_path)
+    assert [type(one) for one in combined.flattened] == [DataLoader]
+    fit(First(), combined, epochs=1, root=tmp_path)
+
+
+@pytest.mark.parametrize("where", ["module", "callback before"])
+def test_rule_and_learning_rate_follow_a_length_that_a_hook_sets(where, tmp_path):
+    """A batch that an epoch cannot hold any more is smaller, and its rate with it; epochs count what there is."""
+
+    class Looks(InModule if where == "module" else Recorder):
+        looked = ()
+
+        def training_step(self, batch, batch_idx):
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.looked = (*self.looked, (len(batch[0]), round(rate / 0.1, 6)))
+            return super().training_step(batch, batch_idx)
+
+    lengths = (64, 24, 60)
+    module = Looks(lengths) if where == "module" else Looks()
+    ours = AdaptiveBatchSize(Schedule({0: 16, 2: 32}), lr_scaling="linear")
+    callbacks = [ours] if where == "module" else [InCallback(lengths), ours]
+    fit(module, DataLoader(Curriculum(64), 16), callbacks=callbacks, epochs=2, root=tmp_path)
+    assert module.looked == ((16, 1.0), (16, 1.0), (32, 2.0), (24, 1.5))
+    assert ours.epochs == pytest.approx(88 / 24)
 
 
 class Replaced(pl.Callback):

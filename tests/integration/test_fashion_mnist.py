@@ -79,6 +79,7 @@ TABLE = {
     "RadaDamp, sqrt LR": (AUTHOR, ROOT),
     "RadaDamp, sqrt LR, cooldown": (Cooldown(AUTHOR, 40, 50), ROOT),
     "RadaDamp, linear LR, cooldown": (Cooldown(AUTHOR, 40, 50), {**ROOT, "lr_scaling": "linear"}),
+    "RadaDamp printed, linear LR, cooldown": (Cooldown(RadaDamp(), 40, 50), {**ROOT, "lr_scaling": "linear"}),
     "RadaDamp as printed": (RadaDamp(rho=0.999, grad_norm_weight=1e-3, warmup=1), FULL),
     "RadaDamp printed, floor": (RadaDamp(rho=0.999, grad_norm_weight=1e-3, warmup=1), {**FULL, "min_batch_size": 16}),
     "RadaDamp printed, warmup": (RadaDamp(rho=0.999, grad_norm_weight=1e-3, warmup=50), FULL),

@@ -79,8 +79,9 @@ class Steps(pl.Callback):
         (lambda one: one, lambda own: own),
         (lambda one: [None, one], lambda own: own[1]),
         (lambda one: {"a": one}, lambda own: own["a"]),
+        (lambda one: lambda: one, lambda own: own()),
     ],
-    ids=["itself", "list", "dict"],
+    ids=["itself", "list", "dict", "closure"],
 )
 def test_a_scheduler_that_lightning_does_not_know(owner, keep, get, tmp_path):
     """It multiplies what it finds in the groups: it must not find the factor there, nor leave our class in a copy."""
@@ -152,8 +153,8 @@ def test_monitor_shows_the_rate_in_use(before, tmp_path):
     assert logged == dict(enumerate(used))
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
-@pytest.mark.parametrize("name", ["CosineAnnealingLR", "StepLR", "ExponentialLR"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("name", ["LinearLR", "LambdaLR", "CosineAnnealingLR", "StepLR", "ExponentialLR"])
 def test_a_scheduler_that_is_put_in_while_the_factor_is_on(name, hook, tmp_path):
     """A second stage with a scheduler of its own, from the hook of a module, which comes after ours."""
 
@@ -163,11 +164,7 @@ def test_a_scheduler_that_is_put_in_while_the_factor_is_on(name, hook, tmp_path)
                 scheduler = SCHEDULERS[name](self.trainer.optimizers[0])
                 self.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
 
-    def begin(self, *args):
-        super(Stages, self).on_train_batch_start(*args) if args else None
-        self.stage()
-
-    setattr(Stages, hook, begin)
+    setattr(Stages, hook, lambda self, *args: self.stage())
     rates = []
     for callbacks in ([], [adapt(8, 16, 16, 32, max_batch_size=8)]):
         module = Stages()

@@ -199,13 +199,14 @@ def test_share_of_a_number_of_batches(tmp_path):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["theirs first", "ours first"])
+@pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("interval", [1.0, 0.5, 4])
-def test_an_interval_that_is_assigned_in_mid_run(interval, before, tmp_path):
+def test_an_interval_that_is_assigned_in_mid_run(interval, before, epoch, tmp_path):
     """``trainer.val_check_batch`` is Lightning's plan: whoever sets it is followed, as without the callback."""
 
     class Assigns(pl.Callback):
         def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 1:
+            if trainer.current_epoch == epoch:
                 trainer.val_check_batch = 2
 
     runs = []
@@ -213,6 +214,6 @@ def test_an_interval_that_is_assigned_in_mid_run(interval, before, tmp_path):
         module = Recorder()
         callbacks = [Assigns(), *ours] if before else [*ours, Assigns()]
         flags = {"epochs": 3, "val_check_interval": interval, "root": tmp_path}
-        fit(module, loader(64, 8), loader(8, 8), callbacks=callbacks, **flags)
-        runs.append(module.validations)
+        trainer = fit(module, loader(64, 8), loader(8, 8), callbacks=callbacks, **flags)
+        runs.append((module.validations, trainer.val_check_batch))
     assert runs[1] == runs[0]

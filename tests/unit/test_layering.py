@@ -24,6 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "validation": set(),
     "meter": {"policies"},
     "hooks": set(),
+    "schedulers": set(),
     "lr": {"hooks"},
     "generators": set(),
     "ranks": set(),
@@ -44,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "notices": {"policies"},
     "update": {"hooks", "meter"},
     "division": {"bridge", "data", "guards", "settings", "update"},
-    "rates": {"lr", "policies", "settings"},
+    "rates": {"lr", "policies", "schedulers", "settings"},
     "run": {
         *("bridge", "checkpoint", "controller", "data", "division", "evaluation", "guards", "limits", "logbook"),
         *("meter", "notices", "policies", "rates", "report", "settings", "update"),
@@ -54,7 +55,7 @@ LAYERS: dict[str, set[str]] = {
 }
 
 PURE = {"plain", "policies", "limits", "controller", "report", "validation", "checkpoint"}
-TORCH_ONLY = {"loader", "meter", "hooks", "lr", "generators", "ranks", "update", "diversity", "subset"}
+TORCH_ONLY = {"loader", "meter", "hooks", "schedulers", "lr", "generators", "ranks", "update", "diversity", "subset"}
 POLICIES_MAY_IMPORT = {"__future__", "abc", "collections", "dataclasses", "math", "typing", "typing_extensions"}
 
 FILES = sorted(ROOT.rglob("*.py"))

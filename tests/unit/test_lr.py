@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_adabatch.lr import LRFactor, planned_steps
+from lightning_adabatch.schedulers import SchedulerWatch
 
 STEPS = 40
 
@@ -441,14 +442,21 @@ def test_a_state_that_was_written_down_holds_the_base(tensor, tmp_path):
     assert not opt._optimizer_state_dict_post_hooks
 
 
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "second"])
 @ANY_SCHEDULER
-def test_a_scheduler_that_is_made_while_the_factor_is_on(make):
+def test_a_scheduler_that_is_made_while_the_factor_is_on(make, earlier, tensor):
     """It reads its first learning rates off the groups, and must not take the factor for a part of them."""
-    plain, used = optimizer(), optimizer()
+    plain, used = optimizer(), optimizer(tensor=tensor)
+    if earlier:  # which says what later ones begin with
+        StepLR(plain, 100), StepLR(used, 100)
     factor = LRFactor([used])
     factor.set(0.25)
-    plain_scheduler, scheduler = make(plain), make(used)
-    factor.guard(scheduler)
+    plain_scheduler = make(plain)
+    watch = SchedulerWatch(factor.off, factor.guard)
+    watch.begin()
+    scheduler = make(used)
+    watch.end()
     for value in (0.25, 0.25, 0.5, 2.0, 1.0, 0.25):
         factor.set(value)
         assert close(rates(used), [rate * value for rate in rates(plain)])
