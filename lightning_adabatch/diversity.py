@@ -26,6 +26,7 @@ class SampleGradients:
         self._loss = loss
         self._notify = notify
         self._parameters = {name: p for name, p in loss.named_parameters() if p.requires_grad}
+        self._places = _places(loss, [dict(loss.named_parameters()), dict(loss.named_buffers())])
         self._at_once = True
         first = next(iter(self._parameters.values()))
         # The sum over squares that are all positive loses nothing that the sum over gradients does not.
@@ -78,6 +79,8 @@ class SampleGradients:
             loss = self._loss(batch)
             if loss is None:
                 return
+            if self._samples == 0:
+                _check_graph(loss)
             found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
         for name, gradient in zip(self._parameters, found, strict=True):
             if gradient is not None:
@@ -87,13 +90,51 @@ class SampleGradients:
         self._samples += 1
 
     def _loss_of(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Any:
-        return functional_call(self._loss, {**parameters, **buffers}, (batch,))
+        given = {**parameters, **buffers}
+        there = {place: given[name] for place, name in self._places.items() if name in given}
+        return functional_call(self._loss, there, (batch,), tie_weights=False)
 
     def _say(self, why: str) -> None:
         self._notify(
             f"AdaptiveBatchSize: the gradients of single samples are taken one by one, which is slow: {why}. "
             "A smaller fraction in the policy costs less."
         )
+
+
+def _places(module: nn.Module, named: list[dict[str, Tensor]]) -> dict[str, str]:
+    """Return by which name each place of a parameter or buffer is known: shared ones have several.
+
+    A module that is registered twice counts once: torch.func.functional_call takes what it put there itself for the
+    original when it comes there again, and leaves it behind.
+    """
+    names = {id(tensor): name for tensors in named for name, tensor in tensors.items()}
+    return {
+        f"{prefix}.{name}" if prefix else name: names[id(tensor)]
+        for prefix, owner in module.named_modules()
+        for own in (owner._parameters, owner._buffers)
+        for name, tensor in own.items()
+        if tensor is not None
+    }
+
+
+def _check_graph(loss: Tensor) -> None:
+    """Refuse a graph that hides what is in it from ``torch.autograd.grad``, which would say that there is nothing.
+
+    Raises:
+        RuntimeError: With what to do.
+    """
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("CheckpointFunction"):
+            raise RuntimeError(
+                "AdaptiveBatchSize cannot take the gradients of single samples through "
+                "torch.utils.checkpoint.checkpoint(use_reentrant=True). What to do: set use_reentrant=False."
+            )
+        ahead += [following for following, _ in node.next_functions]
 
 
 def _stacked(batches: Sequence[Any]) -> Any:
