@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_adabatch.policies import Constant, Policy
+from lightning_adabatch.policies import Constant, Policy, lost_with_checkpoint
 
 SMALL = 10  # times smaller than the size in force
 
@@ -28,6 +28,16 @@ class Notices:
         self._policy = policy
         self._loss_is_due = self._gradients_are_due = self._updates_are_due = True
         self.tail_is_due = False
+
+    def state(self) -> None:
+        """Say of a rule of the user's own that a run with it cannot go on from a checkpoint."""
+        lost = lost_with_checkpoint(self._policy)
+        if lost is not None:
+            rank_zero_warn(
+                f"AdaptiveBatchSize: the state of {self._policy!r} holds a {lost}, which a checkpoint does not bring "
+                "back: the run cannot be resumed. Use numbers, strings and torch tensors, in lists, tuples and dicts, "
+                "and one frozen dataclass or NamedTuple around them."
+            )
 
     def laid_out(self, samplers: Sequence[Any], multiple_of: int) -> None:
         """Say of samplers that lay out their indices for batches of one size that other sizes are to come.

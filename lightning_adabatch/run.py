@@ -80,6 +80,7 @@ class Run:
         restored = self._data.places.restored
         if restored is not None:
             initial = restored.rule["initial_batch_size"]
+        self._notices.state()
         self._notices.laid_out([loader.sampler for loader in self._bridge.slot.loaders], self._settings.multiple_of)
         self._take_hold()
         if initial is not None:

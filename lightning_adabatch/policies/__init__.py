@@ -2,7 +2,16 @@
 """The rules: pure functions of numbers. Nothing here knows of torch, Lightning, clocks or logs."""
 
 from lightning_adabatch.policies.adadamp import AdaDamp, AdaDampState
-from lightning_adabatch.policies.base import EVALUATED, OBSERVED, Observation, Policy, Progress, dump_state, load_state
+from lightning_adabatch.policies.base import (
+    EVALUATED,
+    OBSERVED,
+    Observation,
+    Policy,
+    Progress,
+    dump_state,
+    load_state,
+    lost_with_checkpoint,
+)
 from lightning_adabatch.policies.cabs import CABS, CABSState
 from lightning_adabatch.policies.cooldown import Cooldown
 from lightning_adabatch.policies.divebatch import DiveBatch, DiveBatchState
@@ -41,4 +50,5 @@ __all__ = [  # noqa: RUF022  # as sorted() has it
     "Schedule",
     "dump_state",
     "load_state",
+    "lost_with_checkpoint",
 ]

@@ -156,6 +156,22 @@ def dump_state(policy: Policy[Any], state: Any) -> dict[str, Any]:
     return {"class": _name(policy.state_owner), "state": plain(_fields(state) if _has_fields(state) else state)}
 
 
+def lost_with_checkpoint(policy: Policy[Any]) -> str | None:
+    """Return what kind of thing in a policy's first state a checkpoint would not bring back, by name; or None."""
+    strange = _strange(dump_state(policy, policy.init())["state"])
+    return None if strange is None else f"{strange.__module__}.{strange.__qualname__}"
+
+
+def _strange(value: Any) -> type | None:
+    """Return the first type in a state that ``torch.load(weights_only=True)`` does not give back."""
+    kind = type(value)
+    if kind in {dict, list, tuple}:
+        parts = [*value, *value.values()] if kind is dict else value
+        return next((found for found in map(_strange, parts) if found is not None), None)
+    of_torch = kind.__module__.partition(".")[0] == "torch"
+    return None if value is None or of_torch or kind in {bool, int, float, complex, str, bytes} else kind
+
+
 def load_state(policy: Policy[Any], dumped: Mapping[str, Any]) -> Any:
     """Return the state that :func:`dump_state` wrote.
 

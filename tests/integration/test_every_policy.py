@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import deque
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from models import Recorder, fit, loader
 from resuming import Cut, Learner, Setup, assert_goes_on, resume, run, train_loader
 from settings_of_policies import IN_PARTS, SETTINGS
 
@@ -99,3 +104,49 @@ def test_comes_from_yaml(name, tmp_path, monkeypatch):
     assert ours.policy == policy
     assert ours.updates == cli.trainer.global_step > 0
     assert (len(cli.model.steps) > ours.updates) == (name in IN_PARTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    value: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembers(Policy):
+    """A rule of the user's own, with a state of any kind."""
+
+    first: object = None
+
+    def init(self):
+        return self.first
+
+    def damping(self, state, progress):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("state", "lost"),
+    [
+        (np.zeros(2), "numpy.ndarray"),
+        ({"a": [1, (2.0, np.ones(1))]}, "numpy.ndarray"),
+        (Outer(), "Inner"),
+        (deque([1]), "collections.deque"),
+        (torch.zeros(2), None),
+        (Inner(), None),
+        ({"a": [1, (2.0, "b", None)], "t": torch.ones(1)}, None),
+        (np.float64(1.0), None),
+    ],
+    ids=lambda value: str(type(value).__name__),
+)
+def test_a_state_that_no_checkpoint_brings_back_is_named(state, lost, tmp_path):
+    """When the fit begins, and not when a run that took days is to go on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Recorder(), loader(8, 4), callbacks=[AdaptiveBatchSize(Remembers(state))], epochs=1, root=tmp_path)
+    said = [str(one.message) for one in caught if "which a checkpoint does not bring back" in str(one.message)]
+    assert [lost in message for message in said] == ([] if lost is None else [True])
