@@ -88,6 +88,15 @@ def close(left, right):
     return all(math.isclose(a, b, rel_tol=1e-8, abs_tol=0.0) for a, b in zip(left, right, strict=True))
 
 
+def keeps_tensors(make):
+    """Whether a scheduler changes tensors in place: in older releases of torch ReduceLROnPlateau put numbers there."""
+    alone = optimizer(tensor=True)
+    objects, scheduler = [group["lr"] for group in alone.param_groups], make(alone)
+    for _ in range(STEPS):
+        advance(alone, scheduler)
+    return all(group["lr"] is lr for group, lr in zip(alone.param_groups, objects, strict=True))
+
+
 def assert_is_a_multiple_of_the_plain_run(make, factors, *, tensor):
     """Run with and without the factor, and compare the learning rates at each step."""
     plain, used = optimizer(), optimizer(tensor=tensor)
@@ -105,7 +114,7 @@ def assert_is_a_multiple_of_the_plain_run(make, factors, *, tensor):
     assert close(rates(used), [rate * factor.factor for rate in rates(plain)])
     factor.release()
     assert close(rates(used), rates(plain))
-    if tensor:
+    if tensor and keeps_tensors(make):
         assert all(group["lr"] is lr for group, lr in zip(used.param_groups, objects, strict=True))
     advance(plain, plain_scheduler)
     advance(used, scheduler)

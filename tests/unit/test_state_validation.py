@@ -67,11 +67,11 @@ def test_a_gate_goes_on_with_the_size_it_logged_last(sizes, every, cut):
 
 
 def test_a_gate_says_what_it_logged_last():
-    """None before the first record; then the size of the last one that was admitted or noted, not of any other."""
+    """That of the first update, with which others compare; then of the last that was admitted or noted."""
     gate = Gate(2)
     assert gate.logged_size is None
-    assert not gate.admits(1, 100)
-    assert gate.logged_size is None
+    assert not gate.admits(1, 104)
+    assert gate.logged_size == 104
     assert gate.admits(2, 100)
     assert not gate.admits(3, 105)
     assert gate.logged_size == 100
