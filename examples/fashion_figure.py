@@ -84,7 +84,7 @@ def draw(runs: Sequence[Run], author: Sequence[Run], path: Path) -> None:
     if behind:
         lines.append(Line2D([], [], color="0.2", label="the author's runs", **dashed))
         lines.append(Line2D([], [], color="0.3", ls=":", lw=1.3, label="$2^r$ and $2^g$ of the paper"))
-    figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 6), frameon=False)
+    figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 5), frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -175,7 +175,7 @@ def draw(costs: Mapping[tuple[str, str], Mapping[str, Sequence[Cost]]], workers:
     for axis in (panels[2].xaxis, *(panel.yaxis for panel in panels)):
         axis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter())
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
     figure.savefig(path, dpi=120)
 
 
