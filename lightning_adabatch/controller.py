@@ -219,7 +219,7 @@ class Controller:
             progress = replace(progress, measured=measured)
             self.state = self.policy.take(self.state, progress)
         damping = self.policy.damping(self.state, progress)
-        decision = self.limits.decide(damping)
+        decision = self._bounded(damping)
         notice = self.policy.notice(self.state)
         if notice is not None:
             self._say("notice", notice)
@@ -231,6 +231,15 @@ class Controller:
             )
         else:
             self.decision = decision
+
+    def _bounded(self, damping: Any) -> Decision | None:
+        try:
+            return self.limits.decide(damping)
+        except TypeError:  # most often a rule without a return
+            raise TypeError(
+                f"{type(self.policy).__name__}.damping returned {damping!r}. Let it return a number > 0, the batch "
+                "size wanted in multiples of the initial one."
+            ) from None
 
     def _why_nan(self, damping: float) -> str:
         if not math.isnan(damping) or self.training_samples:

@@ -96,7 +96,7 @@ class TrainData:
     def _samples(self, loader: ElasticLoader) -> tuple[int | None, int | float]:
         """Return the training samples, None where nobody knows, and those of one epoch, over all ranks."""
         hint = loader.hint
-        return None if hint is None else hint * self._ranks.count, loader.epoch_samples * self._ranks.count
+        return None if hint is None else hint * self._ranks.count, loader.largest * self._ranks.count
 
     def _facts(self) -> tuple[dict[str, Any], int | None]:
         """Return what must be the same on all ranks, for else their batches and decisions would not be, and samples."""
@@ -184,7 +184,7 @@ class TrainData:
         if self.controller is not None:
             if number == 0:
                 hint = elastic.hint
-                limits = dataclasses.replace(self.controller.limits, epoch_samples=elastic.epoch_samples * ranks)
+                limits = dataclasses.replace(self.controller.limits, epoch_samples=elastic.largest * ranks)
                 self.controller.move_to(limits, training_samples=None if hint is None else hint * ranks)
                 elastic.resize(self.controller.decision.batch_size // ranks)
             else:

@@ -40,18 +40,19 @@ class SampleGradients:
         """The most samples to be added at once."""
         return max(1, _MOST // max(1, sum(p.numel() for p in self._parameters.values())))
 
-    def add(self, batches: Sequence[Any]) -> None:
-        """Add batches of one sample each."""
-        if not (self._at_once and len(batches) > 1 and self._add_all(batches)):
-            for batch in batches:
-                self._add_one(batch)
+    def add(self, batches: Sequence[Any], counted: int | None = None) -> None:
+        """Add batches of one sample each: the first ``counted``. Of others it is computed, for ranks that wait."""
+        counted = len(batches) if counted is None else min(counted, len(batches))
+        if not (self._at_once and len(batches) > 1 and self._add_all(batches, counted)):
+            for place, batch in enumerate(batches):
+                self._add_one(batch, counts=place < counted)
 
     def sums(self) -> Tensor:
         """Return number, sum of the squared norms, and sum of the gradients, in one vector."""
         number = torch.full_like(self._squares, self._samples)
         return torch.cat([torch.stack([number, self._squares]), *(g.flatten() for g in self._gradients.values())])
 
-    def _add_all(self, batches: Sequence[Any]) -> bool:
+    def _add_all(self, batches: Sequence[Any], counted: int) -> bool:
         stacked = _stacked(batches)
         if stacked is None:
             self._say("its samples do not have tensors of the same shapes alone")
@@ -68,13 +69,13 @@ class SampleGradients:
             self._say(f"torch.func cannot take its training_step ({type(error).__name__})")
             return False
         for name, gradients in found.items():
-            wide = gradients.to(self._kind)
+            wide = gradients[:counted].to(self._kind)
             self._gradients[name] += wide.sum(0)
             self._squares += wide.square().sum()
-        self._samples += len(batches)
+        self._samples += counted
         return True
 
-    def _add_one(self, batch: Any) -> None:
+    def _add_one(self, batch: Any, *, counts: bool) -> None:
         with torch.enable_grad():
             loss = self._loss(batch)
             if loss is None:
@@ -82,6 +83,8 @@ class SampleGradients:
             if self._samples == 0:
                 _check_graph(loss)
             found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+        if not counts:
+            return
         for name, gradient in zip(self._parameters, found, strict=True):
             if gradient is not None:
                 wide = gradient.to(self._kind)

@@ -104,12 +104,13 @@ class Evaluation:
     def _diversity(self) -> tuple[float, int]:
         """Return the gradient diversity, and the samples that it was measured on."""
         loader, size, most = self._data()
-        own, _ = self._share(loader, most)
+        own, spare = self._share(loader, most)
+        padded = own + [spare] * (-self._ranks.smallest(-len(own)) - len(own))  # as many on every rank here too
         gradients = SampleGradients(TrainingLoss(self._trainer), self._say)
-        batches = self._batches(loader, [[index] for index in own])
+        batches = self._batches(loader, [[index] for index in padded])
         at_once = min(size, gradients.most)
-        while several := list(islice(batches, at_once)):
-            gradients.add(several)
+        for start in range(0, len(padded), at_once):
+            gradients.add(list(islice(batches, at_once)), counted=max(0, len(own) - start))
         sums = self._over_ranks(gradients.sums())
         evaluated = round(self._over_ranks(torch.tensor([len(own)])).item())
         number, squares = sums[:2].tolist()

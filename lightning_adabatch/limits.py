@@ -65,7 +65,8 @@ class Limits:
         """
         if not damping > 0.0:
             return None
-        damping = min(float(damping), MAX_DAMPING)  # not NumPy's: decisions are written into checkpoints
+        # Not NumPy's, since decisions are written into checkpoints; and bounded first: an int may be too large for one.
+        damping = float(min(damping, MAX_DAMPING))
         # Rounding first takes off float dust: 0.1 * 3 / 0.1 must not ask for one more sample.
         wanted = max(1, math.ceil(round(self.initial_batch_size * damping, 6)))
         lr_factor = self.cap / wanted if wanted > self.cap else 1.0

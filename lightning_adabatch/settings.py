@@ -129,7 +129,12 @@ class Settings:
                 f"rank, and the initial batch size is {initial}{of_ranks and f' on {ranks} ranks'}. Set batch_size=2 "
                 "or more in the DataLoader."
             )
-        if cap < multiple or floor > cap or not (floor <= initial <= cap or resumed):
+        if cap < multiple:
+            raise MisconfigurationException(
+                f"AdaptiveBatchSize: max_batch_size={given} is below {multiple}, the smallest multiple of "
+                f"multiple_of={self.multiple_of}{of_ranks}. Set max_batch_size={round_up(initial, multiple)} or more."
+            )
+        if floor > cap or not (floor <= initial <= cap or resumed):
             raise MisconfigurationException(
                 f"AdaptiveBatchSize: the initial batch size {initial} is not within {floor} and {cap}, which are "
                 f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size}"

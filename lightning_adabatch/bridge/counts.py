@@ -161,7 +161,7 @@ class Counts:
                 self._validate_every(self._every_batches)
             elif interval != 1.0:
                 ruler = self._slot.loaders[self._epoch.ruler] if len(self._slot.loaders) > 1 else loader
-                self._points = ValidationPoints(int(batches), interval, ruler.device_size)
+                self._points = ValidationPoints(interval, ruler.ends(int(batches)))
         self._marked_points = None if self._points is None else self._points.state()
         self._bound_int_interval(math.inf if loader.available() is None else batches)
 

@@ -72,7 +72,7 @@ class BlockSampler(Sampler[list[Any]]):
         if self.plan.open:
             self.see(self.blocks.reach(wanted))
         size = self.blocks.next_block(wanted)
-        if size < wanted:
+        if size < self._size.asked:
             # A DataLoader would have asked its sampler for a whole batch: what that does after its last index
             # (many draw from a generator once more) is to happen now.
             self.finish(keep=size)
@@ -87,7 +87,7 @@ class BlockSampler(Sampler[list[Any]]):
     def finish(self, keep: int = 0) -> None:
         """Let the sampler come to its end, if all that it gives is asked for but for less than one batch."""
         rest = self.blocks.available - self.blocks.dispatched + keep
-        if rest < self._size.device_size and not self.finished:
+        if rest < self._size.asked and not self.finished:
             self._exhaust(int(rest))
 
     def see(self, position: int) -> None:

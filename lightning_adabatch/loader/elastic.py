@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,15 @@ class ElasticLoader:
         self.nominal = self.waits = False
         self.max_batches = max_batches
         self.initial_batch_size = self.own_batch_size * accumulate
-        self._size = SizeInForce(self.kind.samples, max_samples, self.initial_batch_size, device_limit, least_parts)
+        self._size = SizeInForce(
+            self.kind.samples,
+            max_samples,
+            self.initial_batch_size,
+            device_limit,
+            least_parts,
+            max_batches=max_batches,
+            unit=self.own_batch_size if accumulate > 1 else 0,
+        )
         drop_unit = tail is None and self.drop_last
         self._plans = Plans(self.kind, self._size, self.tail, max_batches, accumulate=accumulate, drop_unit=drop_unit)
         self.began: Callable[[Pass], None] | None = None
@@ -171,6 +179,12 @@ class ElasticLoader:
         return self._size.epoch_samples
 
     @property
+    def largest(self) -> int | float:
+        """Samples of the largest batch that a pass can have; ``math.inf`` where nobody knows."""
+        self._size.refresh()
+        return self._size.largest
+
+    @property
     def batch_size(self) -> int:
         """Samples of the next batch, the epoch's tail apart; never more than one epoch holds."""
         return self._size.batch_size
@@ -196,6 +210,10 @@ class ElasticLoader:
         """Batches of a pass that starts now and keeps the size in force; ``math.inf`` where nobody knows."""
         self._size.refresh()
         return self._plans.first_length() if self.waits else self._plans.length(len(self.carried))
+
+    def ends(self, batches: int) -> Sequence[int]:
+        """Return where so many batches of a pass that starts now end at the size in force, in samples."""
+        return self._plans.ends(batches, len(self.carried))
 
     def resize(self, batch_size: int) -> None:
         """Set the size of the batches to come, in samples, ≥ 1."""

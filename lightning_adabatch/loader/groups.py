@@ -81,7 +81,7 @@ class GroupSupply(Supply):
             self._check_end()
         end = self.plan.consumed + group
         follows = follows and (self._size.max_samples is None or end < self._size.max_samples)
-        self.plan.own_size = group  # it stands as it is, whatever is left
+        self.plan.initial = group  # it stands as it is, whatever is left
         self.plan.see(end + follows, more=follows)
         return group
 

@@ -22,6 +22,11 @@ def parts_of(size: int, device_limit: int | None, least_parts: int = 1) -> int:
     return max(needed, min(least_parts, size))
 
 
+def fills(size: int, parts: int, unit: int, device_limit: int | None) -> bool:
+    """Whether all parts of a batch but the last one can be batches of ``unit`` samples, as they were without us."""
+    return unit <= (device_limit or unit) and parts * unit >= size > (parts - 1) * unit
+
+
 @dataclass
 class EpochPlan:
     """Where one pass over the data stands.
@@ -30,7 +35,7 @@ class EpochPlan:
 
     Args:
         total: Samples of the pass, those carried over from the pass before included.
-        own_size: The loader's own batch size, which decides whether a single leftover sample may stand alone.
+        initial: The loader's own batch size, which decides whether a single leftover sample may stand alone.
         tail: What happens to the samples that do not fill a batch: one smaller batch, carried into the
             next pass, or dropped.
         max_batches: The pass ends after this many batches, or None.
@@ -40,8 +45,8 @@ class EpochPlan:
             make one update together; None for no limit. ``max_batches`` and ``batches`` count the parts.
         least_parts: Every batch is handed out in so many parts at least, as far as it has the samples; what is kept of
             an epoch's rest only if no part has a single sample then.
-        unit: Samples of one of the user's batches, of which ``own_size`` has several; 0 for none. What is left after
-            batches of ``own_size`` is handed out in such parts, as far as it fills them, as it was without us,
+        unit: Samples of one of the user's batches, of which ``initial`` has several; 0 for none. What is left after
+            batches of ``initial`` is handed out in such parts, as far as it fills them, as it was without us,
         drop_unit: and where incomplete batches are dropped, an incomplete one of these is.
 
     Attributes:
@@ -56,7 +61,7 @@ class EpochPlan:
     """
 
     total: int
-    own_size: int
+    initial: int
     tail: Tail
     max_batches: int | None = None
     consumed: int = 0
@@ -79,6 +84,11 @@ class EpochPlan:
         """A pass without samples or without batches is over before it starts."""
         self.over = (self.total == 0 and not self.open) or self.max_batches == 0
         self.unsized = self.open
+
+    @property
+    def own_size(self) -> int:
+        """The initial batch size, as far as the data go."""
+        return self.initial if self.unsized else min(self.initial, self.total)
 
     @property
     def left(self) -> int:
@@ -106,7 +116,7 @@ class EpochPlan:
             batch = min(size, self.left)
             single = self.left - size == 1 and self.batches + 1 != self.max_batches
             return batch + 1 if single and self._single_joins(size) else batch
-        return size if size <= self.left else self._size_in_force(self.left)
+        return self._whole(size) if size <= self.left else self._size_in_force(self.left)
 
     def hand_out(self, size: int) -> int:
         """Take the next batch, or the next part of one, off what is left; return its samples, 0 if the pass is over."""
@@ -138,11 +148,7 @@ class EpochPlan:
         if batch == 0:
             return False
         self._divide(batch, left=self.tail == "keep" and batch < size)
-        self.filled = (
-            size == self.own_size
-            and self.unit <= (self.device_limit or self.unit)
-            and self.parts_left * self.unit >= self.last_size > (self.parts_left - 1) * self.unit
-        )
+        self.filled = size == self.own_size and fills(self.last_size, self.parts_left, self.unit, self.device_limit)
         return True
 
     def begin_again(self, device_limit: int) -> None:
@@ -174,7 +180,7 @@ class EpochPlan:
             elif rest:
                 count += self.parts(rest, left=True)
         else:
-            fitting = size if size <= left else self._size_in_force(left)
+            fitting = self._whole(size) if size <= left else self._size_in_force(left)
             full, rest = divmod(left, fitting) if fitting else (0, 0)
             units = self._units(fitting, rest)
             count = full * self.parts(fitting) + (self.parts(units) if units else 0)
@@ -191,6 +197,10 @@ class EpochPlan:
         # may be shorter than its first batch: no epoch is empty.
         size = left if self.unsized and self.last_size == 0 else self.last_size
         return size if size <= left else self._units(size, left)
+
+    def _whole(self, size: int) -> int:
+        # Of data that have less than a batch an incomplete unit is dropped, too.
+        return self._units(size, size) or size
 
     def _units(self, size: int, left: int) -> int:
         # What of less than a batch is trained after one of ``size``, where incomplete batches are dropped.

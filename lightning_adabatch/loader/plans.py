@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from lightning_adabatch.loader.plan import EpochPlan, Tail, parts_of
 from lightning_adabatch.loader.sizes import SizeInForce
@@ -50,6 +51,14 @@ class Plans:
     def length(self, carried: int) -> int | float:
         """Return the batches of a pass that starts now and keeps the size; ``math.inf`` where nobody knows."""
         return self._kind.batches_left(self.make(carried), self._size.batch_size)
+
+    def ends(self, batches: int, carried: int) -> Sequence[int]:
+        """Return where so many batches of a pass that starts now and keeps the size end, each part of one counted."""
+        size, plan = self._size.batch_size, self.make(carried)
+        if not plan.in_parts:
+            return range(size, batches * size + 1, size)
+        plan.see(batches * size, more=False)  # of a stream only a number of batches is known
+        return [plan.consumed for _ in range(batches) if plan.hand_out(size)]
 
     def first_length(self) -> int | float:
         """Return the batches of the first pass of a run that begins."""

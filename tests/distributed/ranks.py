@@ -413,7 +413,9 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "variance_lr": lambda out: measured(
         out, "grad_variance", "grad_norm_sq", adapt="lr", accumulate_grad_batches=2, epochs=2
     ),
-    "evaluated_together": lambda out: measured(out, "full_loss", samples=49, kind=Together, epochs=1),
+    "evaluated_together": lambda out: measured(
+        out, "full_loss", "gradient_diversity", samples=51, kind=Together, epochs=1
+    ),
     "evaluated": lambda out: measured(out, "full_loss", "gradient_diversity", samples=51, epochs=1),
     "from_one": lambda out: mid_epoch(out, "one.ckpt"),
     "save_two": lambda out: train(

@@ -189,22 +189,17 @@ def test_variance_on_several_ranks(name, both):
         assert row["grad_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_ranks_that_speak_in_each_step(both):
-    """Of 49 samples one rank has 25 and one 24: both take as many steps, and each sample counts once."""
-    data = learnable(49)
-    for result in both("evaluated_together"):
-        assert result["evaluated"] == 49 * len(result["measured"])
-        loss = Recorder().loss(data.x, data.y).item()
-        assert [found["full_loss"] for found in result["measured"]] == pytest.approx([loss] * len(result["measured"]))
+@pytest.mark.parametrize("name", ["evaluated", "evaluated_together"])
+def test_training_set_evaluated_on_several_ranks(name, both):
+    """Loss and gradient diversity are those of one process over all 51 samples, each counted once.
 
-
-def test_training_set_evaluated_on_several_ranks(both):
-    """Loss and gradient diversity are those of one process over all 51 samples, each counted once."""
+    One rank has 26 of them and one 25: where ranks speak to each other in a step, both take as many.
+    """
     gradients = gradients_of_samples(Recorder(), learnable(51))
     data = learnable(51)
     loss = Recorder().loss(data.x, data.y).item()
     diversity = gradients.square().sum(1).mean() / gradients.mean(0).square().sum()
-    for result in both("evaluated"):
+    for result in both(name):
         assert len(result["measured"]) == result["updates"][-1] + 1
         assert result["evaluated"] == 2 * 51 * len(result["measured"])
         for found in result["measured"]:

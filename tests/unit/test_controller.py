@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import reference
 from hypothesis import given
@@ -282,6 +283,24 @@ def test_damping_without_a_meaning_keeps_the_decision_and_warns_once(damping):
     assert notice.startswith("Scripted(")
     assert f"returned the damping {damping!r}; the batch size stays as it was. A damping must be > 0" in notice
     assert "uses_epochs" not in notice
+
+
+@pytest.mark.parametrize("damping", [None, "2", 1j, [2.0]])
+def test_damping_that_is_no_number_is_an_error_that_names_the_policy(damping):
+    """A rule that forgets its return is told so, and nothing has been counted."""
+    loop = Loop(Scripted([2.0, damping]))
+    with pytest.raises(TypeError, match=r"Scripted.damping returned .*Let it return a number > 0"):
+        loop.step()
+    assert (loop.controller.updates, loop.controller.decision.batch_size) == (0, 16)
+
+
+@pytest.mark.parametrize("damping", [10**400, np.float32(3.0), np.int64(3), 3])
+def test_damping_of_any_type_of_number_counts(damping):
+    """Integers, however large, and NumPy's numbers are dampings, and are kept as Python's floats."""
+    loop = Loop(Scripted([2.0, damping]))
+    loop.step()
+    assert type(loop.controller.decision.damping) is float
+    assert loop.controller.decision.damping == min(damping, 1e12)
 
 
 @dataclass(frozen=True)

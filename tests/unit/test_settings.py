@@ -30,9 +30,9 @@ class Curious(Policy[None]):
         return 1.0
 
 
-def bounds(initial: int = 8, samples: int = 100, epoch: int | None = None, **arguments: Any) -> Limits:
+def bounds(initial: int = 8, samples: int = 100, epoch: int | None = None, ranks: int = 1, **arguments: Any) -> Limits:
     """Return the limits of a run with these arguments."""
-    return AdaptiveBatchSize(Constant(), **arguments).settings.limits(initial, samples, epoch or samples)
+    return AdaptiveBatchSize(Constant(), **arguments).settings.limits(initial, samples, epoch or samples, ranks)
 
 
 def integer(name: str, value: Any, least: int) -> tuple[dict[str, Any], str]:
@@ -203,6 +203,10 @@ def test_bounds_hold_b0_or_are_refused(initial, multiple, least, most, samples):
         ),
         ({"multiple_of": 3}, "the initial batch size 8 is not a multiple of multiple_of=3. Set batch_size=9"),
         ({"max_batch_size": 7}, "the initial batch size 8 is not within 1 and 7"),
+        (
+            {"max_batch_size": 1, "ranks": 2},
+            "max_batch_size=1 is below 2, the smallest multiple of multiple_of=1 * 2 ranks. Set max_batch_size=8",
+        ),
         ({"min_batch_size": 9}, "the initial batch size 8 is not within 9 and 100"),
         (
             {"min_batch_size": 9, "multiple_of": 4},

@@ -27,7 +27,7 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 )
 def test_points_cut_anywhere_go_on_alike(batches, planned, fraction, size, cut):
     """After any batch, points made again from their state validate where the ones that were not cut do."""
-    whole, points = (ValidationPoints(planned, fraction, size) for _ in range(2))
+    whole, points = (ValidationPoints(fraction, range(size, planned * size + 1, size)) for _ in range(2))
     for number, end in enumerate(accumulate(batches), 1):
         if number == cut:
             points = ValidationPoints.from_state(json.loads(json.dumps(points.state())))
@@ -38,7 +38,7 @@ def test_points_cut_anywhere_go_on_alike(batches, planned, fraction, size, cut):
 
 def test_a_point_that_was_passed_is_not_passed_again():
     """10 batches of 8 validate every 5: after the state of 40 samples the next one is at 80, and the last is there."""
-    points = ValidationPoints(10, 0.5, 8)
+    points = ValidationPoints(0.5, range(8, 81, 8))
     assert [points.reached(end, last=False) for end in range(8, 41, 8)] == [False] * 4 + [True]
     again = ValidationPoints.from_state(points.state())
     assert not again.reached(40, last=False)
@@ -47,7 +47,7 @@ def test_a_point_that_was_passed_is_not_passed_again():
 
 def test_a_planned_validation_survives_the_cut():
     """Where the last batch is smaller than planned, the validation at the epoch's end is still made."""
-    points = ValidationPoints(4, 0.5, 8)
+    points = ValidationPoints(0.5, range(8, 33, 8))
     assert points.reached(16, last=False)
     assert ValidationPoints.from_state(points.state()).reached(25, last=True)
     assert not ValidationPoints.from_state(points.state()).reached(25, last=False)

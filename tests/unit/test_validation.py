@@ -18,7 +18,7 @@ fractions = st.sampled_from([0.1, 0.25, 0.3, 1 / 3, 0.5, 0.9]) | numbers(0.01, 0
 
 def validated(batches: list[int], fraction: float, *, planned: int, size: int) -> list[int]:
     """Return the numbers of the batches, from 1, that validation follows."""
-    points = ValidationPoints(planned, fraction, size)
+    points = ValidationPoints(fraction, range(size, planned * size + 1, size))
     ends = list(accumulate(batches))
     return [n for n, end in enumerate(ends, 1) if points.reached(end, last=n == len(batches))]
 
