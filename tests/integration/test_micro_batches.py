@@ -63,7 +63,7 @@ def test_constant_with_whole_windows_is_the_plain_run(workers, tmp_path):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("samples", "accumulate"), [(16, 3), (22, 2), (22, 3), (29, 4)])
+@pytest.mark.parametrize(("samples", "accumulate"), [(16, 3), (22, 2), (22, 3), (29, 4), (7, 2), (9, 3)])
 def test_constant_has_the_batches_of_the_plain_run(samples, accumulate, drop_last, tmp_path):
     """The last window has the batches that it has without us, an incomplete one too or not; their weights differ."""
     ours, plain = Recorder(), Recorder()
@@ -180,6 +180,18 @@ def test_whole_number_of_batches(tmp_path):
     assert module.sizes_in(1) == [7, 7, 6, 7, 7, 6]
     assert module.validations == [6, 12]
     assert ours.updates == 3 + 2
+
+
+def test_size_is_not_more_than_the_parts_of_an_epoch(tmp_path):
+    """Of two parts of at most 8 samples an epoch has 16: neither size nor learning rate says more."""
+    module = Recorder(lr=0.1)
+    ours = adapt(8, 40, max_batch_size=64, max_device_batch_size=8, lr_scaling="linear")
+    watch = Watch(ours)
+    fit(module, loader(200, 8), callbacks=[ours, watch], limit_train_batches=2, root=tmp_path)
+    assert [module.sizes_in(epoch) for epoch in (0, 1)] == [[8, 8], [8, 8]]
+    assert watch.sizes == [16, 16, 16, 16]  # that of the next update
+    assert [batch.lr for batch in module.batches] == pytest.approx([0.1, 0.2, 0.2, 0.2])
+    assert ours.batch_size == 16
 
 
 @pytest.mark.parametrize("tail", ["drop", "carry"])

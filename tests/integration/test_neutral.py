@@ -63,11 +63,13 @@ def tuples(samples):
     return tuple(torch.stack([torch.as_tensor(sample[field]) for sample in samples]) for field in range(3))
 
 
-def train(tmp_path, callbacks, *, seed: int = 5, interval: float = 1.0, reload: int = 0, **loader_kwargs):
+def train(
+    tmp_path, callbacks, *, seed: int = 5, interval: float = 1.0, reload: int = 0, samples: int = 101, **loader_kwargs
+):
     """Fit three epochs and return the module and the random state at the end."""
     pl.seed_everything(seed, workers=True, verbose=False)
     module = Net()
-    loader = DataLoader(Augmented(101), batch_size=8, shuffle=True, **loader_kwargs)
+    loader = DataLoader(Augmented(samples), batch_size=8, shuffle=True, **loader_kwargs)
     validation = DataLoader(Augmented(16), batch_size=8)
     trainer = pl.Trainer(
         max_epochs=3,
@@ -116,6 +118,17 @@ def test_constant_is_bitwise_no_callback_over_reloads(persistent, own, tmp_path)
     assert ours.order == plain.order
     assert ours.logged == plain.logged
     assert torch.equal(our_state, plain_state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("samples", [5, 8])
+def test_data_of_less_than_a_batch(samples, workers, tmp_path):
+    """A sampler that is asked for a batch, and has less, draws from its generator once more at its end."""
+    runs = []
+    for callbacks in ([], [AdaptiveBatchSize(Constant())]):
+        generator = torch.Generator().manual_seed(3)
+        runs.append(train(tmp_path, callbacks, samples=samples, generator=generator, num_workers=workers)[0].order)
+    assert runs[0] == runs[1]
 
 
 def test_another_seed_is_another_run(tmp_path):

@@ -399,14 +399,18 @@ def test_number_of_parts_is_foretold(total, own, tail, limit, least, most, wante
 
 @given(total=totals, unit=own_sizes, window=st.integers(2, 4), drop=st.booleans())
 def test_accumulated_batches_are_the_loaders_own(total, unit, window, drop):
-    """At the initial size parts are what a plain loader gives, its incomplete batch too or not, in windows of k."""
+    """At the initial size parts are what a plain loader gives, its incomplete batch too or not, in windows of k.
+
+    Also where the data have less than a window; of less than a batch, too, something is trained.
+    """
     own = unit * window
-    assume(total >= own)
+    assume(total > 0)
     plan = EpochPlan(total, own, "drop" if drop else "keep", device_limit=unit, unit=unit, drop_unit=drop)
-    told = plan.batches_left(own)
+    size = min(own, total)
+    told = plan.batches_left(size)
     full, rest = divmod(total, unit)
-    plain = [unit] * full + [rest] * (rest > 0 and not drop)
-    assert in_parts(plan, [own]) == [plain[start : start + window] for start in range(0, len(plain), window)]
+    plain = [unit] * full + [rest] * (rest > 0 and not (drop and full))
+    assert in_parts(plan, [size]) == [plain[start : start + window] for start in range(0, len(plain), window)]
     assert told == len(plain)
 
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import numbers, sizes
+from torch.utils.data import DataLoader
 
+from lightning_adabatch.loader import ElasticLoader
 from lightning_adabatch.loader.plan import EpochPlan
 from lightning_adabatch.validation import ValidationPoints
 
@@ -50,6 +52,20 @@ def test_constant_size_is_lightnings_rule(samples, size, own, fraction, tail):
         if (batch_idx + 1) % max(1, int(len(batches) * fraction)) == 0
     ]
     assert validated(batches, fraction, planned=len(batches), size=size) == expected
+
+
+@given(samples=st.integers(1, 400), size=st.integers(1, 40), limit=st.integers(1, 20), fraction=fractions)
+@example(samples=30, size=3, limit=2, fraction=0.1)  # of parts of 2 and 1
+@example(samples=37, size=10, limit=3, fraction=0.2)  # parts of 3, 3, 2, 2, and in the last batch of 3, 2, 2
+def test_constant_size_in_parts_is_lightnings_rule(samples, size, limit, fraction):
+    """The same where batches are handed out in parts, which are Lightning's batches."""
+    data_loader = DataLoader(range(samples), batch_size=size)
+    loader = ElasticLoader(data_loader, device_limit=limit)
+    parts = [len(part) for part in loader]
+    points = ValidationPoints(fraction, ElasticLoader(data_loader, device_limit=limit).ends(len(parts)))
+    every = max(1, int(len(parts) * fraction))
+    found = [n for n, end in enumerate(accumulate(parts), 1) if points.reached(end, last=n == len(parts))]
+    assert found == list(range(every, len(parts) + 1, every))
 
 
 @given(samples=st.integers(1, 400), wanted=sizes, fraction=fractions)
