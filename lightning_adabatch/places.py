@@ -128,6 +128,8 @@ class Places:
         place = own.get("pass")
         if place is not None:
             place = _without_missing(place, loader, own.get("data"))
+            if restored.place["last"] and "others" not in restored.of_rank(rank):
+                place = {**place, "ended": True}
             if not restored.whole and rank > 0:  # it is the first rank's
                 place = lost(place) if place["carried"] or place["order"] is None else {**place, "witnesses": None}
             samples = loader.epoch_samples

@@ -266,7 +266,8 @@ class ElasticLoader:
 
         Args:
             place: From :meth:`Pass.state_dict`. If the sampler does not give the same order again, or the
-                number of samples is another, the pass begins at its first sample, and ``lost_place`` is True.
+                number of samples is another, the pass begins at its first sample, and ``lost_place`` is True; but
+                where the place has ``"ended"`` nothing is left of the pass, whatever its order was.
         """
         self._place = place
         self.lost_place = False
@@ -332,11 +333,12 @@ class ElasticLoader:
         plan.over = place["over"] or (self.max_batches is not None and plan.batches >= self.max_batches)
         plan.see(plan.consumed, more=True)
         supply = None if place.get("lost") else self.kind.go_on(self._owned, plan, self._size, place)
-        self.lost_place = supply is None
+        ended = place.get("ended", False)
+        self.lost_place = supply is None and not ended
         if supply is None:
             plan = self._plans.make(len(self.carried))
             plan.batches, plan.last_size = place["batches"], place["last_size"]
-            plan.over = plan.over or plan.batches == self.max_batches
+            plan.over = plan.over or plan.batches == self.max_batches or ended
             supply = self.kind.begin(self._owned, plan, self._size, self.carried)
         return Pass(supply, self.kind, self._size, place["base_state"], self._handed_out, self._keeps)
 

@@ -231,6 +231,17 @@ class SaveOnce(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveLast(pl.Callback):
+    """Writes a checkpoint after the last batch of the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 0 and trainer.is_last_batch:
+            trainer.save_checkpoint(self.path)
+
+
 def learnable(samples: int) -> Indexed:
     """Return data on which the loss falls at once."""
     data = Indexed(samples)
@@ -419,7 +430,11 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "evaluated": lambda out: measured(out, "full_loss", "gradient_diversity", samples=51, epochs=1),
     "from_one": lambda out: mid_epoch(out, "one.ckpt"),
     "save_two": lambda out: train(
-        Recorder(), loader(53, 4, shuffle=True), rada(), extra=[SaveOnce(out / "two.ckpt", 4)], root=out
+        Recorder(),
+        loader(53, 4, shuffle=True),
+        rada(),
+        extra=[SaveOnce(out / "two.ckpt", 4), SaveLast(out / "last.ckpt")],
+        root=out,
     ),
     "stream": stream,
     "stream_with_workers": lambda out: stream(out, num_workers=1),

@@ -348,6 +348,20 @@ def test_two_processes_go_on_as_one(both, folder, tmp_path):
     assert module.seen_in(0) == Counter(range(53))
 
 
+def test_an_epoch_that_two_processes_ended_is_not_begun_again(both, folder, tmp_path):
+    """A checkpoint that is written at an epoch's last batch goes on with the next epoch."""
+    both("save_two")
+    ours, module = rada(), Recorder()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet([ours], root=tmp_path).fit(
+            module, loader(53, 4, shuffle=True), loader(8, 8), ckpt_path=folder / "last.ckpt"
+        )
+    assert not any("begins again" in str(w.message) for w in caught)
+    assert {batch.epoch for batch in module.batches} == {1}
+    assert module.seen_in(1) == Counter(range(53))
+
+
 @pytest.mark.parametrize("name", ["fails", "skips"])
 def test_failure_of_one_rank_ends_all(name, tmp_path):
     """C07: when one rank raises, or skips a batch (which Lightning refuses), the run ends with an error, at once."""
