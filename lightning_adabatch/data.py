@@ -129,7 +129,7 @@ class TrainData:
         kind = kind_of(loader)
         overfitted = self._counts.overfitted(kind, kind.own_batch_size)
         trained = self._slot.loaders[0].device_size if self._slot.loaders else kind.own_batch_size
-        return loader, 4 * trained, overfitted and overfitted * self._ranks.count
+        return loader, 4 * trained, overfitted and self._ranks.smallest(overfitted) * self._ranks.count
 
     @property
     def fixed(self) -> FixedLoaders:
@@ -164,6 +164,8 @@ class TrainData:
         own = kind.own_batch_size
         size = self._initial_size(own) if number == 0 else own
         max_batches, max_samples = self._counts.limits_of(kind, size)
+        if max_samples is not None:  # a share of data that may have another length on each rank: a collective
+            max_samples = self._ranks.smallest(max_samples)
         before = self._slot.loaders[number] if number < len(self._slot.loaders) else None
         goes_on = before is not None and before.loader is loader and loader.persistent_workers
         elastic = ElasticLoader(

@@ -319,6 +319,13 @@ class Shares(OfRank):
         return len(range(torch.distributed.get_rank(), len(self.data), RANKS))
 
 
+def uneven_share(out: Path) -> dict[str, Any]:
+    """Own samplers of 31 and 25 samples, of which an epoch has a share."""
+    train_loader = loader(31 - 6 * torch.distributed.get_rank(), 4, shuffle=True)
+    flags = {"use_distributed_sampler": False, "limit_train_batches": 0.5}
+    return train(Recorder(), train_loader, adapt(8, 8, 12, max_batch_size=16), root=out, **flags)
+
+
 def fewer(out: Path) -> dict[str, Any]:
     """The learning rate alone, on 40 and 37 samples, in ten batches each."""
     ours = AdaptiveBatchSize(GeoDamp(2, 0.31), adapt="lr")
@@ -397,6 +404,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "own_data": own_data,
     "unlike": unlike,
     "fewer": fewer,
+    "uneven_share": uneven_share,
     "stated_epochs": lambda out: stated(out, GeoDamp(2, 1)),
     "stated_cap": lambda out: stated(out, ExponentialDamp(1.5)),
     "stated_points": lambda out: stated(out, Schedule({0: 8, 0.9: 12, 1.7: 16}, unit="epochs")),

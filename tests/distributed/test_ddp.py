@@ -278,6 +278,13 @@ def test_fewer_samples_on_one_rank(both):
     assert len({batch["lr"] for batch in first["batches"]}) > 4
 
 
+def test_share_of_uneven_data(both):
+    """Of own samplers of 31 and 25 samples half an epoch is half of the smaller one: 3 of 7 batches of 4."""
+    first, second = both("uneven_share")
+    assert sizes(first) == sizes(second) == [4, 4, 4, 6, 6]
+    assert first["counts"] == second["counts"]
+
+
 def test_loaders_that_differ(both):
     """What must be alike on all ranks, for they decide alike, is refused by name on all of them."""
     first, second = both("unlike")
