@@ -86,11 +86,12 @@ class Places:
                 data = _of_loader(own, number).get("data")
                 one.place_at(None if place is None else lost(_without_missing(place, one, data)))
             self._slot.begin_pass_again()
+            lacking = "" if restored.whole or loaders[0].tail != "carry" else ", but for those that other ranks carried"
             rank_zero_warn(
                 f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
                 f"with {loaders[0].order_giver} on {self._ranks.count} rank(s), where there were "
-                f"{restored.ranks}: the epoch begins again, with all of its samples. For an exact resume keep data, "
-                "sampler, limit_train_batches, number of ranks and, for an iterable data set, num_workers, or use a "
+                f"{restored.ranks}: the epoch begins again, with all of its samples{lacking}. For an exact resume keep "
+                "data, sampler, limit_train_batches, number of ranks and, for an iterable data set, num_workers, or use a "
                 "checkpoint that was written at the end of an epoch."
             )
         elif any(one.num_workers for one in loaders) and in_epoch(restored.place):
