@@ -164,6 +164,7 @@ class AdaptiveBatchSize(pl.Callback):
         """Take the place of the train loader before anybody asks for it."""
         if stage == "fit":
             guards.check_trainer(trainer, AdaptiveBatchSize)
+            self._give_back()  # a fit whose exception another callback's hook answered with one never reached ours
             self._controller = self._restored = self._ended = None
             self._run = Run(trainer, self.settings)
 

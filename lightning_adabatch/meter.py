@@ -74,7 +74,9 @@ class Meter:
             self._parts = part
             self._weight += samples
             self._share_of = share_of
-            value = loss.detach()
+            value: Any = loss.detach()
+            if hasattr(value, "placements"):  # a DTensor, as torch's loss_parallel gives
+                value = value.full_tensor()
             # A copy: a captured graph writes the next loss into the same memory. Sums of many halves would not grow.
             share = (value.float() if value.dtype in _HALVES else value.clone()).reshape(1)
             share = share * samples if samples and not share_of else share
@@ -184,15 +186,19 @@ class Meter:
         norms = [self._norms[optimizer] for optimizer in stepped if optimizer in self._norms]
         if not norms:
             return _MISSING
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.cat(norms)).reshape(1)
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(_together(norms)).reshape(1)
 
     def _stacked(self) -> Tensor:
-        try:
-            return torch.cat(self._scalars)
-        except RuntimeError:  # a row without gradients has its scalar on the CPU
-            devices = [scalar.device for scalar in self._scalars]
-            device = next((device for device in devices if device.type != "cpu"), devices[0])
-            return torch.cat([scalar.to(device) for scalar in self._scalars])
+        return _together(self._scalars)
+
+
+def _together(scalars: list[Tensor]) -> Tensor:
+    try:
+        return torch.cat(scalars)
+    except RuntimeError:  # what had no gradients has its scalar on the CPU
+        devices = [scalar.device for scalar in scalars]
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        return torch.cat([scalar.to(device) for scalar in scalars])
 
 
 #: Stands in the row of an update that never showed its loss or gradients: not finite, so it is dropped.
@@ -234,7 +240,7 @@ def _part(gradient: Tensor, shards: int) -> tuple[Tensor, int]:
     if any(placement.is_partial() for placement in placements):
         return distributed.full_tensor(), 1
     mesh = distributed.device_mesh
-    divided = [mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard()]
+    divided = [mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()]
     return distributed.to_local(), math.prod(divided)
 
 

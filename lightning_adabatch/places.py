@@ -91,8 +91,8 @@ class Places:
                 f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
                 f"with {loaders[0].order_giver} on {self._ranks.count} rank(s), where there were "
                 f"{restored.ranks}: the epoch begins again, with all of its samples{lacking}. For an exact resume keep "
-                "data, sampler, limit_train_batches, number of ranks and, for an iterable data set, num_workers, or use a "
-                "checkpoint that was written at the end of an epoch."
+                "data, sampler, limit_train_batches, number of ranks and, for an iterable data set, num_workers, or "
+                "use a checkpoint that was written at the end of an epoch."
             )
         elif any(one.num_workers for one in loaders) and in_epoch(restored.place):
             rank_zero_info(

@@ -37,7 +37,8 @@ def assembler(loader: DataLoader[Any], *, samples: bool = False) -> Assemble:
         loader: The user's.
         samples: With no workers, blocks are lists of samples.
     """
-    pin = bool(loader.pin_memory) and torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    pin = bool(loader.pin_memory) and accelerator is not None and accelerator.type != "mps"  # as in a DataLoader
 
     def whole(pieces: list[Piece], seed: int) -> Any:
         del seed

@@ -21,6 +21,8 @@ from lightning_adabatch.loader.supply import Kind, Supply, known_length, setting
 
 # Samples that are gone past at a time where a stream is begun again with no workers.
 _STEP = 256
+# Nor more at once than these: a size without a cap may be far beyond what a stream has, and is asked for by a list.
+_MOST = 2**16
 # So many of the samples before a place are remembered by what they look like, to know the order again.
 _WITNESSES = 8
 
@@ -85,7 +87,7 @@ class StreamSupply(Supply):
         plan = self.plan
         self._before = StreamMark(self._drawn, torch.default_generator.get_state(), 0, [])
         if self._workers:
-            self._follow(self._size.device_size)
+            self._follow(min(self._size.device_size, _MOST))
         horizon = plan.horizon(size)
         while self._drawn < horizon and not self._ended:
             self._pull(horizon - self._drawn)
@@ -142,7 +144,7 @@ class StreamSupply(Supply):
     def _pull(self, missing: int, step: int | None = None) -> None:
         """Let a block arrive; with no workers it has what is missing, ``step`` at a time."""
         if not self._workers:
-            self._set_block(missing if step is None else min(missing, step))
+            self._set_block(min(missing, step or _MOST))
         self._blocks.batch_size = self._block  # another pass, for a look at a batch, may have set its own
         arrived = self.stream.pull()
         self._drawn += arrived

@@ -352,3 +352,16 @@ def test_without_gradients_the_norm_is_zero(gradients):
 def test_complex_gradients():
     """Complex gradients count with their absolute value."""
     assert grad_norm([torch.tensor([3 + 4j, 0j])]).item() == pytest.approx(5.0)
+
+
+def test_optimizer_without_gradients_beside_one_on_a_gpu():
+    """The norm of no gradients is on the CPU, and joins that of the others where they are."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415  # knows of devices that are not there
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        meter = Meter(frozenset({"grad_norm_sq"}))
+        meter.open()
+        meter.gradients([torch.ones(3, device="cuda")], 1)
+        meter.gradients([], 2)
+        meter.close(4, [1, 2])
+        assert [scalar.device.type for scalar in meter._scalars] == ["cuda"]
