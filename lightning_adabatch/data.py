@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_adabatch import guards, loader_guards
 from lightning_adabatch.bridge import Bridge
 from lightning_adabatch.controller import Controller
-from lightning_adabatch.fixed import FixedLoaders
+from lightning_adabatch.fixed import FixedData
 from lightning_adabatch.loader import ElasticLoader, kind_of
 from lightning_adabatch.places import Places
 from lightning_adabatch.ranks import Ranks
@@ -44,7 +44,7 @@ class TrainData:
         self._ranks = ranks
         self._accumulate = accumulate
         self._said_size_stays = False
-        self._fewest: int | None = None  # samples of the rank that has the fewest, where loaders are left alone
+        self._fixed = FixedData(self._slot.train_loaders, ranks)  # for adapt="lr"
         self.places = Places(self._slot, self._epoch, ranks)
         if settings.adapt == "batch_size":
             self._slot.install(self._make_elastic, made=self._counts.loaders_made)
@@ -71,15 +71,11 @@ class TrainData:
         if self._slot.uses_dataloader_iter:
             raise guards.refuse("training_step(dataloader_iter)", "take batch and batch_idx in training_step instead")
         found = self._slot.train_loaders()
-        everybody = self._ranks.gather(self._facts())
-        loader_guards.check_ranks([alike for alike, _ in everybody])
         if self._settings.adapt == "lr":
-            known = [samples for _, samples in everybody if samples is not None]
-            self._fewest = min(known) if len(known) == len(everybody) else None
-            initial, samples = self.fixed.initial_batch_size, self.fixed.samples
-            loader_guards.check_length(self._settings, samples)
-            several = None if initial is None else initial * ranks * self._accumulate
-            return several, samples and samples * ranks, math.inf
+            initial = self._fixed.look()
+            loader_guards.check_length(self._settings, self._fixed.training_samples)
+            return initial and initial * self._accumulate, self._fixed.training_samples, math.inf
+        loader_guards.check_ranks(self._ranks.gather(self._facts()))
         if not all(isinstance(loader, ElasticLoader) for loader in found):
             raise guards.refuse(
                 "a callback that replaces the train loader", "remove the callback that sets strategy.process_dataloader"
@@ -98,14 +94,11 @@ class TrainData:
         hint = loader.hint
         return None if hint is None else hint * self._ranks.count, loader.largest * self._ranks.count
 
-    def _facts(self) -> tuple[dict[str, Any], int | None]:
-        """Return what must be the same on all ranks, for else their batches and decisions would not be, and samples."""
-        if self._settings.adapt == "lr":
-            fixed = FixedLoaders(self._slot.train_loaders())
-            return {"batch size": fixed.initial_batch_size}, fixed.samples
+    def _facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, for else their batches and decisions would not be."""
         sizes = [one.own_batch_size for one in self._slot.loaders]
         drops = [one.tail == "drop" for one in self._slot.loaders]
-        return {"batch size": sizes, "drop_last": drops}, None
+        return {"batch size": sizes, "drop_last": drops}
 
     @property
     def own_loaders(self) -> list[Any]:
@@ -131,11 +124,6 @@ class TrainData:
         trained = self._slot.loaders[0].device_size if self._slot.loaders else kind.own_batch_size
         return loader, 4 * trained, overfitted and self._ranks.smallest(overfitted) * self._ranks.count
 
-    @property
-    def fixed(self) -> FixedLoaders:
-        """The user's own loaders, which ``adapt="lr"`` leaves alone."""
-        return FixedLoaders(self._slot.train_loaders(), self._fewest)
-
     def follow(self, controller: Controller) -> None:
         """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""
         for loader in self._slot.loaders:
@@ -149,13 +137,31 @@ class TrainData:
             limits = dataclasses.replace(controller.limits, epoch_samples=epoch_samples)
             controller.move_to(limits, training_samples=training_samples)
 
-    def trained(self, batch: Any, batch_idx: int) -> int:
-        """Return the samples of the batch in hand, over all ranks."""
-        here = self._epoch.trained if self._slot.loaders else self._fixed_trained(batch, batch_idx)
-        return here * self._ranks.count
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """Take a batch in hand."""
+        if not self._slot.loaders:
+            self._fixed.begin_batch(batch, batch_idx - self.places.fixed_start)
 
-    def _fixed_trained(self, batch: Any, batch_idx: int) -> int:
-        return self.fixed.trained(batch, batch_idx - self.places.fixed_start)
+    def trained(self, batch: Any) -> int:
+        """Return the samples of the batch in hand, over all ranks."""
+        if self._slot.loaders:
+            return self._epoch.trained * self._ranks.count
+        return 0 if batch is None else self._fixed.samples
+
+    @property
+    def training_samples(self) -> int | None:
+        """Of loaders that are left alone, over all ranks; None where nobody knows."""
+        return self._fixed.training_samples
+
+    @property
+    def effective(self) -> float:
+        """The samples whose plain mean has as much noise as the batch in hand, of loaders that are left alone."""
+        return self._fixed.effective
+
+    @property
+    def balance(self) -> float:
+        """What makes the mean over samples of the mean over the ranks' losses: 1 where all have as many."""
+        return self._fixed.balance
 
     def _make_elastic(self, loader: Any, number: int) -> ElasticLoader:
         """Make the elastic loader for one of the user's; on a reload it goes on with the size in force."""

@@ -79,7 +79,7 @@ class Division:
         """Whether the batch in hand is the last one of its update."""
         return self._bridge.windows.complete and (not self._in_parts or self._bridge.accumulation.complete)
 
-    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, batch: Any) -> None:
         """Take a batch into the update.
 
         Raises:
@@ -94,7 +94,7 @@ class Division:
                 "as Schedule({0: 64, 10: 128}, unit='epochs')",
             )
         if self._in_windows:
-            self._bridge.windows.begin_batch(self._data.trained(batch, batch_idx))
+            self._bridge.windows.begin_batch(self._data.trained(batch), self._data.effective)
 
     def loss_of(self, loss: Tensor) -> tuple[Tensor, int, int, int]:
         """Return what of a batch's loss is measured, and of which part: as :meth:`Meter.loss` takes it.
@@ -108,7 +108,8 @@ class Division:
         if self._in_windows:
             windows = self._bridge.windows
             # Lightning has divided it by the number of batches.
-            return loss.detach() * self._trainer.accumulate_grad_batches, windows.batches, windows.batch_samples, 0
+            factor = self._trainer.accumulate_grad_batches * self._data.balance
+            return loss.detach() * factor, windows.batches, windows.batch_samples, 0
         if self._in_parts:
             plan = self._bridge.slot.live.plan
             if self._losses > 1 and plan.part_size != plan.last_size:
@@ -120,7 +121,8 @@ class Division:
                 )
             self._bridge.accumulation.weigh(loss)
             return loss, plan.part, plan.part_size, plan.last_size
-        return loss, 1, 0, 0
+        balance = self._data.balance
+        return loss if balance == 1.0 else loss.detach() * balance, 1, 0, 0
 
     @property
     def first_part(self) -> tuple[float, float] | None:
@@ -130,7 +132,7 @@ class Division:
         """
         windows, parts = self._bridge.windows, self._bridge.accumulation
         if self._in_windows and windows.batches == 1 and not windows.complete:
-            return 1 / self._trainer.accumulate_grad_batches, windows.batch_samples / self._ranks
+            return 1 / self._trainer.accumulate_grad_batches, windows.batch_effective / self._ranks
         if self._in_parts and parts.first and not parts.complete:
             return parts.share, parts.part_size
         return None
@@ -140,11 +142,11 @@ class Division:
         """What makes the mean over the update's samples of its gradients."""
         return self._bridge.windows.scale if self._in_windows else 1.0
 
-    def trained(self, batch: Any, batch_idx: int) -> int:
+    def trained(self, batch: Any) -> int:
         """Return the samples of the update in hand, over all ranks."""
         if self._in_windows:  # Lightning ends a batch that is None without having begun it
             return 0 if batch is None else self._bridge.windows.samples
-        return self._data.trained(batch, batch_idx)
+        return self._data.trained(batch)
 
     @property
     def effective(self) -> float | None:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -14,18 +17,91 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_adabatch.guards import refuse
 from lightning_adabatch.loader import iteration_of_its_own, kind_of, known_length, plain_batch_sampler
+from lightning_adabatch.loader_guards import check_ranks
+from lightning_adabatch.ranks import Ranks
+
+
+class FixedData:
+    """What all ranks together train on, with loaders that are left alone: ranks may have batches of other sizes.
+
+    Args:
+        loaders: Returns the loaders as Lightning runs over them.
+        ranks: That train together.
+
+    Attributes:
+        training_samples: Of all ranks; None where nobody knows.
+        samples: Of the batch in hand, over all ranks.
+        effective: The samples whose plain mean has as much noise as the mean of the ranks' means.
+        balance: What this rank's loss is multiplied by, so that the mean over ranks is the mean over samples.
+    """
+
+    def __init__(self, loaders: Callable[[], Sequence[Any]], ranks: Ranks) -> None:
+        self._loaders = loaders
+        self._ranks = ranks
+        self._own = FixedLoaders(())
+        self._lengths: list[int] | None = None  # samples of each rank, from which those of every batch follow
+        self.training_samples: int | None = None
+        self.samples = 0
+        self.effective = 0.0
+        self.balance = 1.0
+
+    def look(self) -> int | None:
+        """Look at the loaders as they are now; return the samples of a batch over all ranks, if known: a collective.
+
+        Raises:
+            MisconfigurationException: If ranks have loaders with another ``batch_size``.
+        """
+        self._own = own = FixedLoaders(self._loaders(), self._ranks.count)
+        size = own.initial_batch_size
+        everybody = self._ranks.gather((size, own.samples, own.counts_plainly))
+        check_ranks([{"batch size": of_rank} for of_rank, _, _ in everybody])
+        lengths = [samples for _, samples, _ in everybody if samples is not None]
+        all_known = len(lengths) == len(everybody)
+        self.training_samples = sum(lengths) if all_known else None
+        self._lengths = lengths if all_known and all(plainly for _, _, plainly in everybody) else None
+        return None if size is None else size * self._ranks.count
+
+    def begin_batch(self, batch: Any, place: int) -> None:
+        """Count the samples of a batch, which is that one of the loader's order.
+
+        A collective where only the batches themselves tell, since then each rank may have another number.
+
+        Raises:
+            MisconfigurationException: If neither the loader nor the batch tells.
+        """
+        if self._lengths is not None and self._own.initial_batch_size is not None:
+            size = self._own.initial_batch_size
+            of_ranks = [max(0, min(size, there - place * size)) for there in self._lengths]
+            self._count(of_ranks[self._ranks.rank], sum(of_ranks), sum(map(_inverse, of_ranks)))
+            return
+        here, ranks = self._own.trained(batch), self._ranks
+        if ranks.several:
+            means = ranks.mean(torch.tensor([here, _inverse(here)], dtype=torch.float64)).tolist()
+            self._count(here, round(means[0] * ranks.count), means[1] * ranks.count)
+        else:
+            self._count(here, here, _inverse(here))
+
+    def _count(self, here: int, samples: int, inverses: float) -> None:
+        count = self._ranks.count
+        self.samples = samples
+        self.effective = count**2 / inverses
+        self.balance = here * count / samples if samples else 1.0
+
+
+def _inverse(samples: int) -> float:
+    return 1.0 / samples if samples else math.inf
 
 
 class FixedLoaders:
-    """One or more loaders of any kind; the first one's batches are those that count.
+    """One or more loaders of any kind of one rank; the first one's batches are those that count.
 
     Args:
         loaders: As Lightning runs over them.
-        fewest: Samples of the rank that has the fewest, by which all ranks count; None for this one's own.
+        ranks: That share the data where its sampler does not say how many samples are this one's.
     """
 
-    def __init__(self, loaders: Sequence[Any], fewest: int | None = None) -> None:
-        self._fewest = fewest
+    def __init__(self, loaders: Sequence[Any], ranks: int = 1) -> None:
+        self._ranks = ranks
         self._first: Any = loaders[0] if loaders else None
         self._several = len(loaders) > 1
 
@@ -40,22 +116,21 @@ class FixedLoaders:
 
     @property
     def samples(self) -> int | None:
-        """Training samples, or None where nobody knows."""
-        own = self._own_samples
-        return own if own is None or self._fewest is None else min(own, self._fewest)
-
-    @property
-    def _own_samples(self) -> int | None:
+        """Training samples of this rank, or None where nobody knows."""
         loader = self._first
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return None
         if isinstance(loader.dataset, IterableDataset):
             return known_length(loader.dataset)
         of_sampler = known_length(getattr(loader.batch_sampler, "sampler", None))
-        return known_length(loader.dataset) if of_sampler is None else of_sampler
+        of_data = known_length(loader.dataset)
+        if of_sampler is not None or of_data is None:
+            return of_sampler
+        # A batch sampler that hands out indices of its own: over several ranks it gives each a part of them.
+        return -(-of_data // self._ranks)
 
-    def trained(self, batch: Any, batch_idx: int) -> int:
-        """Return the samples of a batch, which is that one of the loader's order.
+    def trained(self, batch: Any) -> int:
+        """Return the samples of a batch.
 
         Raises:
             MisconfigurationException: If neither the loader nor the batch tells.
@@ -63,9 +138,6 @@ class FixedLoaders:
         if batch is None:
             return 0
         loader, size = self._first, self.initial_batch_size
-        if size is not None and self._counts_plainly:
-            there = len(loader.batch_sampler.sampler)
-            return max(0, min(size, (there if self._fewest is None else min(there, self._fewest)) - batch_idx * size))
         if self._several:
             batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
             if batch is None:  # the first loader ended before another one
@@ -85,8 +157,8 @@ class FixedLoaders:
                 "give the loader an integer attribute batch_size, or let a batch hold a tensor with one row per sample",
             ) from None
 
-    @property
-    def _counts_plainly(self) -> bool:
+    @cached_property
+    def counts_plainly(self) -> bool:
         """Whether the samples of a batch follow from its number."""
         loader = self._first
         return (

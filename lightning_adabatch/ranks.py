@@ -17,21 +17,26 @@ class Ranks:
         count: Ranks that train on different data.
         rank: This one among them, from 0.
         device: Where tensors for the others must be.
+        processes: That must agree: model-parallel ones share their data. With one, a process group that somebody
+            else made is left alone.
     """
 
-    def __init__(self, count: int = 1, rank: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, count: int = 1, rank: int = 0, device: torch.device | None = None, processes: int | None = None
+    ) -> None:
         self.count = count
         self.rank = rank
         self.device = device or torch.device("cpu")
+        self.processes = processes or count
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to talk to; model-parallel processes share their data but must agree too."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        """Whether there is anybody to talk to."""
+        return self.processes > 1
 
     def mean(self, rows: Tensor) -> Tensor:
         """Return the mean of a tensor over all processes, in double precision: one collective."""
-        total = rows.to(self.device, torch.float64) / dist.get_world_size()
+        total = rows.to(self.device, torch.float64) / self.processes
         dist.all_reduce(total)
         return total
 
@@ -47,7 +52,7 @@ class Ranks:
         """Return everybody's value, by data-parallel rank."""
         if not self.several:
             return [value]
-        everybody: list[Any] = [None] * dist.get_world_size()
+        everybody: list[Any] = [None] * self.processes
         dist.all_gather_object(everybody, (self.rank, value))
         by_rank = dict(reversed(everybody))  # of processes that share their data, the first one's
         return [by_rank[rank] for rank in range(self.count)]

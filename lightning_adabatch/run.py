@@ -150,15 +150,15 @@ class Run:
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Forget what a batch that never reached its end left behind."""
+        self._data.begin_batch(batch, batch_idx)
         if self.controller is None:  # only the first batch says how large one is
-            samples = self._data.fixed.samples
-            first = self._data.trained(batch, batch_idx) * self._trainer.accumulate_grad_batches
-            self._begin(first, samples and samples * self._ranks.count, math.inf)
+            first = self._data.trained(batch) * self._trainer.accumulate_grad_batches
+            self._begin(first, self._data.training_samples, math.inf)
         self.update.batch = batch
         self._rates.refresh()
         if self._division.first:
             self.update.begin()
-        self._division.begin_batch(batch, batch_idx)
+        self._division.begin_batch(batch)
 
     def take_loss(self, loss: Tensor) -> None:
         """Measure the loss, of a part its share."""
@@ -186,7 +186,7 @@ class Run:
             self._bridge.end_batch(batch_idx)
             return
         used = controller.decision
-        trained = self._division.trained(batch, batch_idx)
+        trained = self._division.trained(batch)
         updated = bool(self.update.stepped)
         if updated:
             self.update.close(trained, self._division.effective)
@@ -228,7 +228,7 @@ class Run:
         settled = self._division.whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
         updated, trained, used = bool(update.stepped), 0, controller.decision
         if settled:
-            trained = self._division.trained(update.batch, self._bridge.resume.ended)
+            trained = self._division.trained(update.batch)
             meter = meter.copy(alone=alone)
             # A decision that needs the training set evaluated is made now, and known when our hook comes. A rank that
             # may ask no other cannot: the decision before it stands, and the run that goes on decides at the next.

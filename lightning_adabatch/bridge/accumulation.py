@@ -22,14 +22,16 @@ class Windows:
     Attributes:
         batches: Of the window in hand.
         samples: Of the window in hand.
-        batch_samples: Of its last batch.
+        batch_samples: Of its last batch,
+        batch_effective: and the samples whose plain mean has as much noise as that one's.
         complete: Whether the window in hand has ended.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.batches = self.samples = self.batch_samples = 0
-        self._inverses = 0.0  # summed up over the batches' samples
+        self.batch_effective = 0.0
+        self._inverses = 0.0  # of these, summed up over the batches
         self.complete = True
 
     @property
@@ -42,15 +44,16 @@ class Windows:
         """Samples whose plain mean has as much noise as the mean of the batches' means: all, if these are equal."""
         return self.batches**2 / self._inverses if self._inverses else 0.0
 
-    def begin_batch(self, samples: int) -> None:
-        """Take a batch into the window."""
+    def begin_batch(self, samples: int, effective: float) -> None:
+        """Take a batch into the window, of so many samples, with the noise of ``effective`` ones."""
         if self.complete:
             self.batches = self.samples = 0
             self._inverses = 0.0
         self.batches += 1
         self.samples += samples
         self.batch_samples = samples
-        self._inverses += 1.0 / samples if samples else math.inf
+        self.batch_effective = effective
+        self._inverses += 1.0 / effective if effective else math.inf
         self.complete = not self._trainer.fit_loop._should_accumulate()
 
 

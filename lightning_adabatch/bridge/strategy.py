@@ -17,7 +17,7 @@ def ranks_of(trainer: pl.Trainer) -> Ranks:
     if not isinstance(strategy, ParallelStrategy):
         return Ranks()
     kwargs = strategy.distributed_sampler_kwargs
-    return Ranks(kwargs["num_replicas"], kwargs["rank"], strategy.root_device)
+    return Ranks(kwargs["num_replicas"], kwargs["rank"], strategy.root_device, strategy.world_size)
 
 
 def shards_of(trainer: pl.Trainer) -> int:

@@ -19,9 +19,10 @@ READ = (
     *("rank_dependent", "plain_sampler", "own_batch_sampler", "uneven", "uneven_dropped", "grow_and_shrink"),
     *("same_in_parts", "accumulated", "stream", "stream_with_workers", "two_loaders"),
     *("same_dwell_1", "same_dwell_5", "same_capped", "device_sizes", "too_small", "own_data", "logs", "not_a_number"),
-    *("unlike", "fewer", "uneven_share", "stated_epochs", "stated_cap", "stated_points"),
+    *("unlike", "fewer", "own_sizes", "own_sizes_observed", "on_its_own", "uneven_share"),
+    *("stated_epochs", "stated_cap", "stated_points"),
     *(f"policy_{name}" for name in SETTINGS),
-    *("variance", "variance_lr", "evaluated", "evaluated_together"),
+    *("variance", "variance_lr", "variance_own_sizes", "evaluated", "evaluated_together"),
     *("resume", "resume_sharded", "from_one", "save_two"),
 )
 

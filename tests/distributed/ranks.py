@@ -10,7 +10,7 @@ import atexit
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Measuring, Recorder, Watch, adapt, loader, quiet
@@ -169,6 +169,25 @@ class Pairs(Recorder):
         return super().training_step(batch["a"], batch_idx)
 
 
+class Budgets:
+    """Batches of which each rank has another number of samples, and only they say how many; the data is shared."""
+
+    SIZES = ([3, 5, 2, 4, 6, 4, 3, 5], [7, 1, 4, 2, 5, 3, 6, 4])
+
+    def __init__(self, sizes: Sequence[Sequence[int]] = SIZES) -> None:
+        self.sizes = sizes
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        first = rank * sum(self.sizes[0])
+        for size in self.sizes[rank]:
+            yield list(range(first, first + size))
+            first += size
+
+    def __len__(self) -> int:
+        return len(self.sizes[0])
+
+
 class WithName(BatchSampler):
     """A batch sampler with an argument of its own."""
 
@@ -180,7 +199,7 @@ class WithName(BatchSampler):
 def seen(module: Recorder, ours: AdaptiveBatchSize, watch: Watch, trainer: pl.Trainer) -> dict[str, Any]:
     """Return what a fit came to on this rank."""
     first = trainer.train_dataloader
-    sampler = (first["a"] if isinstance(first, dict) else first).batch_sampler.sampler
+    sampler = getattr((first["a"] if isinstance(first, dict) else first).batch_sampler, "sampler", None)
     weight = module.net.weight.detach()
     return {
         "batches": [asdict(batch) for batch in module.batches],
@@ -333,6 +352,25 @@ def fewer(out: Path) -> dict[str, Any]:
     return train(Recorder(), train_loader, ours, use_distributed_sampler=False, root=out)
 
 
+def own_sizes(out: Path, policy: Policy, **kwargs: Any) -> dict[str, Any]:
+    """The learning rate alone, on batches of other sizes on each rank."""
+    ours, memory = AdaptiveBatchSize(policy, adapt="lr", **kwargs), Memory()
+    train_loader = DataLoader(learnable(64), batch_sampler=Budgets())
+    flags = {"use_distributed_sampler": False, "logger": memory, "log_every_n_steps": 1}
+    return {**train(Recorder(lr=0.5), train_loader, ours, root=out, **flags), "logged": memory.rows}
+
+
+def on_its_own(out: Path) -> dict[str, Any]:
+    """The first process trains on one device, as the others do not, in a process group that is there already."""
+    if torch.distributed.get_rank():
+        return {"updates": None}
+    ours = rada()
+    quiet([ours], devices=1, strategy=SingleDeviceStrategy(torch.device("cpu")), root=out).fit(
+        Recorder(), loader(64, 4)
+    )
+    return {"updates": ours.updates, "samples": ours.samples}
+
+
 def stated(out: Path, policy: Policy) -> dict[str, Any]:
     """Streams of 41 and 40 samples, of which each gives ten batches."""
     ours = AdaptiveBatchSize(policy)
@@ -370,12 +408,19 @@ class Together(Recorder):
 
 
 def measured(
-    out: Path, *requires: str, samples: int = 64, adapt: Any = "batch_size", kind: Any = Recorder, **kwargs: Any
+    out: Path,
+    *requires: str,
+    samples: int = 64,
+    adapt: Any = "batch_size",
+    kind: Any = Recorder,
+    batches: Any = None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Train with weights that stay, and note what was measured."""
     policy = Measuring([8, 8, 12, 16], requires=frozenset(requires))
     ours = AdaptiveBatchSize(policy, None if adapt == "lr" else 16, adapt=adapt)
-    train_loader = DataLoader(learnable(samples), 4, shuffle=True)
+    of_a_loader = {"batch_size": 4, "shuffle": True} if batches is None else {"batch_sampler": batches}
+    train_loader = DataLoader(learnable(samples), **of_a_loader)
     result = train(kind(lr=0.0), train_loader, ours, root=out, **kwargs)
     rows = [asdict(row) for row in policy.seen]
     return {**result, "rows": rows, "measured": policy.measured, "evaluated": ours._controller.evaluated}
@@ -404,6 +449,9 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "own_data": own_data,
     "unlike": unlike,
     "fewer": fewer,
+    "own_sizes": lambda out: own_sizes(out, GeoDamp(2, 0.31)),
+    "own_sizes_observed": lambda out: own_sizes(out, RadaDamp(rho=0.5), dwell=3),
+    "on_its_own": on_its_own,
     "uneven_share": uneven_share,
     "stated_epochs": lambda out: stated(out, GeoDamp(2, 1)),
     "stated_cap": lambda out: stated(out, ExponentialDamp(1.5)),
@@ -431,6 +479,15 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "variance": lambda out: measured(out, "grad_variance", "grad_norm_sq"),
     "variance_lr": lambda out: measured(
         out, "grad_variance", "grad_norm_sq", adapt="lr", accumulate_grad_batches=2, epochs=2
+    ),
+    "variance_own_sizes": lambda out: measured(
+        out,
+        *("loss", "grad_variance", "grad_norm_sq"),
+        adapt="lr",
+        accumulate_grad_batches=2,
+        epochs=2,
+        batches=Budgets(),
+        use_distributed_sampler=False,
     ),
     "evaluated_together": lambda out: measured(
         out, "full_loss", "gradient_diversity", samples=51, kind=Together, epochs=1
@@ -473,8 +530,8 @@ def main(out: Path, names: list[str]) -> None:
             trainer = quiet([ours, Tells(out)], devices=RANKS, strategy="ddp_spawn", epochs=1, root=out)
             trainer.fit(Recorder(), loader(64, 4))
             continue
-        if not torch.distributed.is_initialized() and name == "own_data":
-            raise RuntimeError("own_data needs the process group of a scenario before it")
+        if not torch.distributed.is_initialized() and name in {"own_data", "on_its_own"}:
+            raise RuntimeError(f"{name} needs the process group of a scenario before it")
         pl.seed_everything(1, verbose=False)
         result = SCENARIOS[name](out)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from launching import RANKS, TORCHRUN, launch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, XLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Indexed, Recorder, Watch, loader, quiet
-from ranks import learnable, rada
+from ranks import Budgets, learnable, rada
 from settings_of_policies import IN_PARTS, SETTINGS
 from torch.utils.data import DataLoader
 
@@ -268,14 +268,74 @@ def test_stated_lengths_that_differ(both):
 
 
 def test_fewer_samples_on_one_rank(both):
-    """With ``adapt="lr"`` all ranks count by the one with the fewest samples: 37 of 40, in ten batches."""
+    """With ``adapt="lr"`` all ranks count what they have together: 40 and 37 samples, in ten batches."""
     first, second = both("fewer")
     assert (sizes(first)[9], sizes(second)[9]) == (4, 1)  # nobody takes samples away
     for same in ("decisions", "counts", "weights"):
         assert first[same] == second[same], same
     assert [batch["lr"] for batch in first["batches"]] == [batch["lr"] for batch in second["batches"]]
-    assert first["counts"][3:5] == [2 * 2 * 37, 2.0]
+    assert first["counts"][3:5] == [2 * 77, 2.0]
     assert len({batch["lr"] for batch in first["batches"]}) > 4
+
+
+def test_one_device_in_a_process_group(both):
+    """A Trainer of one device asks nothing of processes that happen to be there."""
+    assert both("on_its_own") == [{"updates": both("on_its_own")[0]["updates"], "samples": 128}, {"updates": None}]
+
+
+def test_batches_of_other_sizes_on_each_rank(both):
+    """With ``adapt="lr"`` batches of which only they say how large they are count with all of their samples."""
+    first, second = both("own_sizes")
+    together = [mine + theirs for mine, theirs in zip(*Budgets.SIZES, strict=True)]
+    for same in ("decisions", "counts", "weights"):
+        assert first[same] == second[same], same
+    assert [batch["lr"] for batch in first["batches"]] == [batch["lr"] for batch in second["batches"]]
+    assert first["counts"][3:5] == [128, 2.0]
+    rows = [row for _, row in first["logged"] if "adabatch/samples" in row]
+    assert [row["adabatch/batch_size"] for row in rows] == together * 2
+    assert [row["adabatch/samples"] for row in rows] == list(accumulate(together * 2))
+    expected = [0.5 * 0.5 ** (before / 64 // 0.31) for before in accumulate(together * 2, initial=0)]
+    assert [batch["lr"] for batch in first["batches"]] == pytest.approx(expected[:-1])
+
+
+def test_loss_over_batches_of_other_sizes(both):
+    """The loss of an update is the mean over the samples of both ranks, not the mean of their means."""
+    results = both("own_sizes_observed")
+    first, second = results
+    assert first["observations"] == second["observations"]
+    module, data = Recorder(lr=0.5), learnable(64)
+    optimizer = module.configure_optimizers()
+    steps = zip(first["batches"], second["batches"], first["observations"], strict=True)
+    for number, (mine, theirs, row) in enumerate(steps, start=1):
+        means = [module.loss(data.x[one["indices"]], data.y[one["indices"]]) for one in (mine, theirs)]
+        everything = mine["indices"] + theirs["indices"]
+        optimizer.param_groups[0]["lr"] = mine["lr"]
+        if number % 3 == 0:  # a decision
+            assert row["batch_size"] == len(everything)
+            assert row["loss"] == pytest.approx(module.loss(data.x[everything], data.y[everything]).item(), rel=1e-5)
+        optimizer.zero_grad()
+        (sum(means) / 2).backward()  # as DDP has it
+        optimizer.step()
+
+
+def test_variance_of_batches_of_other_sizes(both):
+    """Tr Σ is from batches that weigh alike, whatever their sizes: their noise is that of the harmonic means."""
+    results = both("variance_own_sizes")
+    gradients, data = gradients_of_samples(Recorder(), learnable(64)), learnable(64)
+    steps = list(zip(results[0]["batches"], results[1]["batches"], strict=True))
+    windows = list(zip(steps[::2], steps[1::2], strict=True))
+    assert len(windows) == len(results[0]["rows"]) == 8
+    for row, window in zip(results[0]["rows"], windows, strict=True):
+        parts = [[part["indices"] for part in step] for step in window]
+        small = sum(gradients[one].mean(0).square().sum().item() for one in parts[0]) / 2
+        large = (sum(gradients[one].mean(0) for step in parts for one in step) / 4).square().sum().item()
+        noise_small = sum(1 / len(one) for one in parts[0]) / 2
+        noise_large = sum(1 / len(one) for step in parts for one in step) / 16
+        assert row["grad_variance"] == pytest.approx((small - large) / (noise_small - noise_large), rel=1e-3, abs=1e-4)
+        everything = [index for step in parts for one in step for index in one]
+        assert row["batch_size"] == len(everything)
+        loss = Recorder().loss(data.x[everything], data.y[everything]).item()
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_share_of_uneven_data(both):

@@ -34,7 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "sinks": {"report"},
     "guards": {"hooks", "loader", "settings"},
     "loader_guards": {"guards", "loader", "settings"},
-    "fixed": {"guards", "loader"},
+    "fixed": {"guards", "loader", "loader_guards", "ranks"},
     "diversity": set(),
     "subset": set(),
     "bridge": {"generators", "loader", "ranks", "sinks", "validation"},
