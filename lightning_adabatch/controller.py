@@ -175,11 +175,7 @@ class Controller:
         self.updates, self.samples, self.skipped = state["updates"], state["samples"], state["skipped"]
         self.evaluated = state["evaluated"]
         self.latest = None if state["latest"] is None else Observation(*state["latest"])
-        decision = self.limits.decide(state["damping"]) or self.decision
-        if self.limits.adapt == "batch_size":
-            # The size stays, as far as the bounds of this run allow: other ranks round in another way.
-            decision = replace(decision, batch_size=self.limits.bound(state["batch_size"]))
-        self.decision = decision
+        self.decision = self.limits.decide(state["damping"], state["batch_size"]) or self.decision
 
     def _place(self) -> tuple[int, int, int, int, Any, Observation | None, Decision]:
         return self.updates, self.samples, self.skipped, self.evaluated, self.state, self.latest, self.decision

@@ -113,16 +113,15 @@ class TrainData:
         return self._settings.tail is None and [(one.tail, one.kind.can_carry) for one in loaders] == [("keep", True)]
 
     def to_evaluate(self) -> tuple[Any, int, int | None]:
-        """Return the user's loader, the samples to evaluate at once, and, over all ranks, those that are overfitted.
+        """Return the user's loader, the samples trained at once, and, over all ranks, those that are overfitted.
 
-        At once four times what is trained at once: without gradients, and activations to compute them from, this
-        takes less memory. The last one is None where all are trained on.
+        The last one is None where all are trained on.
         """
         loader = self.own_loaders[0]
         kind = kind_of(loader)
         overfitted = self._counts.overfitted(kind, kind.own_batch_size)
         trained = self._slot.loaders[0].device_size if self._slot.loaders else kind.own_batch_size
-        return loader, 4 * trained, overfitted and self._ranks.smallest(overfitted) * self._ranks.count
+        return loader, trained, overfitted and self._ranks.smallest(overfitted) * self._ranks.count
 
     def follow(self, controller: Controller) -> None:
         """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""

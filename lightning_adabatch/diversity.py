@@ -20,6 +20,9 @@ class SampleGradients:
     Args:
         loss: Returns the loss of a batch, or None; its parameters are those that the gradients are of.
         notify: Told once if samples have to be taken one by one, and why.
+
+    Attributes:
+        most: The most samples to be added at once; less once so many did not fit into memory.
     """
 
     def __init__(self, loss: nn.Module, notify: Callable[[str], None]) -> None:
@@ -34,18 +37,23 @@ class SampleGradients:
         self._gradients = {name: torch.zeros_like(p, dtype=self._kind) for name, p in self._parameters.items()}
         self._squares = torch.zeros((), dtype=self._kind, device=first.device)
         self._samples = 0
-
-    @property
-    def most(self) -> int:
-        """The most samples to be added at once."""
-        return max(1, _MOST // max(1, sum(p.numel() for p in self._parameters.values())))
+        self.most = max(1, _MOST // max(1, sum(p.numel() for p in self._parameters.values())))
 
     def add(self, batches: Sequence[Any], counted: int | None = None) -> None:
         """Add batches of one sample each: the first ``counted``. Of others it is computed, for ranks that wait."""
         counted = len(batches) if counted is None else min(counted, len(batches))
-        if not (self._at_once and len(batches) > 1 and self._add_all(batches, counted)):
-            for place, batch in enumerate(batches):
-                self._add_one(batch, counts=place < counted)
+        try:
+            together = self._at_once and len(batches) > 1 and self._add_all(batches, counted)
+        except torch.OutOfMemoryError:
+            half = self.most = len(batches) // 2
+        else:
+            if not together:
+                for place, batch in enumerate(batches):
+                    self._add_one(batch, counts=place < counted)
+            return
+        # Only here is let go what the error holds.
+        self.add(batches[:half], min(counted, half))
+        self.add(batches[half:], max(0, counted - half))
 
     def sums(self) -> Tensor:
         """Return number, sum of the squared norms, and sum of the gradients, in one vector."""
@@ -64,14 +72,16 @@ class SampleGradients:
             found = vmap(grad(self._loss_of), in_dims=(None, None, 0), randomness="different")(
                 parameters, buffers, stacked
             )
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001  # what is wrong with the step itself, one sample shows as well
             self._at_once = False
             self._say(f"torch.func cannot take its training_step ({type(error).__name__})")
             return False
         for name, gradients in found.items():
-            wide = gradients[:counted].to(self._kind)
-            self._gradients[name] += wide.sum(0)
-            self._squares += wide.square().sum()
+            counts = gradients[:counted]
+            self._gradients[name] += counts.sum(0, dtype=self._kind)
+            self._squares += torch.linalg.vector_norm(counts, dtype=self._kind).square()
         self._samples += counted
         return True
 

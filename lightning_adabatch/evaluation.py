@@ -21,6 +21,9 @@ from lightning_adabatch.subset import chunks, subset
 
 _HALVES = (torch.float16, torch.bfloat16)
 
+#: Times what is trained at once: without gradients, and activations to compute them from, this takes less memory.
+_MORE = 4
+
 
 class Evaluation:
     """Measures the training set as it is now, and leaves everything as it was.
@@ -31,7 +34,7 @@ class Evaluation:
         trainer: The Trainer.
         ranks: That train together; each evaluates its share.
         fraction: Of the training set that is measured, in (0, 1].
-        data: Returns the user's train loader, the samples of one of its batches, and the most samples that there
+        data: Returns the user's train loader, the samples that are trained at once, and the most samples that there
             are (over all ranks) if the Trainer overfits some.
     """
 
@@ -81,7 +84,8 @@ class Evaluation:
 
     def _loss(self) -> tuple[float, int]:
         """Return the mean loss, and the samples that it was measured on."""
-        loader, size, most = self._data()
+        loader, trained, most = self._data()
+        size = _MORE * trained
         own, spare = self._share(loader, most)
         # As many batches on every rank, for steps in which ranks speak to each other.
         number = -self._ranks.smallest(-math.ceil(len(own) / size))
@@ -98,19 +102,21 @@ class Evaluation:
                     weights.append(len(part.indices))
         values = torch.stack(losses).tolist() if losses else []
         total = math.fsum(value * weight for value, weight in zip(values, weights, strict=True))
-        total, counted, evaluated = self._over_ranks(torch.tensor([total, sum(weights), len(own)])).tolist()
+        own_sums = torch.tensor([total, sum(weights), len(own)], dtype=torch.float64)
+        total, counted, evaluated = self._over_ranks(own_sums).tolist()
         return total / counted if counted else math.nan, round(evaluated)
 
     def _diversity(self) -> tuple[float, int]:
         """Return the gradient diversity, and the samples that it was measured on."""
-        loader, size, most = self._data()
+        loader, trained, most = self._data()
         own, spare = self._share(loader, most)
         padded = own + [spare] * (-self._ranks.smallest(-len(own)) - len(own))  # as many on every rank here too
         gradients = SampleGradients(TrainingLoss(self._trainer), self._say)
         batches = self._batches(loader, [[index] for index in padded])
-        at_once = min(size, gradients.most)
-        for start in range(0, len(padded), at_once):
-            gradients.add(list(islice(batches, at_once)), counted=max(0, len(own) - start))
+        start = 0
+        while together := list(islice(batches, min(trained, gradients.most))):
+            gradients.add(together, counted=max(0, len(own) - start))
+            start += len(together)
         sums = self._over_ranks(gradients.sums())
         evaluated = round(self._over_ranks(torch.tensor([len(own)])).item())
         number, squares = sums[:2].tolist()

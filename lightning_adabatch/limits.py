@@ -52,7 +52,7 @@ class Limits:
     adapt: Literal["batch_size", "lr"] = "batch_size"
     lr_scaling: LRScaling = "none"
 
-    def decide(self, damping: float) -> Decision | None:
+    def decide(self, damping: float, in_force: int = 0) -> Decision | None:
         r"""Bound what a policy asks for; None where it asks for nothing that has a meaning (≤ 0 or NaN).
 
         .. math::
@@ -62,6 +62,11 @@ class Limits:
 
         This is what the paper's Algorithm 1 makes of d̂_0 / d̂_k. Being memoryless it gives the LR back as
         soon as the wanted size falls below the cap.
+
+        Args:
+            damping: What the policy asks for.
+            in_force: The size that a run with other bounds had made of it, in samples. If that was enough, it stays as
+                far as these bounds allow: other numbers of ranks round in other ways.
         """
         if not damping > 0.0:
             return None
@@ -72,7 +77,7 @@ class Limits:
         lr_factor = self.cap / wanted if wanted > self.cap else 1.0
         if self.adapt == "lr":
             return Decision(damping, wanted, self.initial_batch_size, lr_factor)
-        batch_size = self.bound(wanted)
+        batch_size = self.bound(max(wanted, in_force))
         if self.lr_scaling != "none":
             growth = batch_size / self.initial_batch_size
             lr_factor *= growth if self.lr_scaling == "linear" else math.sqrt(growth)

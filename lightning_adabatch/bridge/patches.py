@@ -17,7 +17,16 @@ class Patches:
         return bool(self._replaced)
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Put a function over a method of an instance."""
+        """Put a function over a method of an instance.
+
+        Raises:
+            AttributeError: If there is no such method: nobody would call what stands in for it.
+        """
+        if not callable(getattr(owner, name, None)):
+            raise AttributeError(  # noqa: TRY004  # it is the attribute that is missing
+                f"{type(owner).__name__} has no method {name!r}: lightning_adabatch needs lightning >= 2.6, < 2.7; "
+                "install that."
+            )
         self._replaced.append((owner, name, vars(owner).get(name), function))
         setattr(owner, name, function)
 

@@ -31,8 +31,7 @@ class Cooldown(Policy[Any]):
         unit: What ``start`` and ``end`` count: ``"updates"``, ``"samples"`` or ``"epochs"``.
 
     Raises:
-        TypeError: If ``policy`` is none.
-        ValueError: For a value outside of its range.
+        ValueError: If ``policy`` is no rule, or a value is outside of its range.
 
     Example:
         >>> from lightning_adabatch import Constant

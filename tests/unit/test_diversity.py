@@ -103,3 +103,28 @@ def test_a_checkpoint_that_hides_its_gradients_is_refused():
     gradients = SampleGradients(module, lambda message: None)
     gradients.add(batches)
     assert torch.allclose(gradients.sums().float(), oracle(module, batches), rtol=1e-5, atol=1e-6)
+
+
+class Full(Loss):
+    """Has no room for the first two tries."""
+
+    tries = 0
+
+    def forward(self, batch):
+        """Return the mean loss."""
+        self.tries += 1
+        if self.tries <= 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("counted", [9, 4, 0])
+def test_samples_that_do_not_fit_together_are_taken_in_halves(counted):
+    """Nobody is told that torch.func were to blame, and no more are tried at once from then on."""
+    module, batches, said = Full(), samples(9), []
+    gradients = SampleGradients(module, said.append)
+    gradients.add(batches, counted)
+    expected = oracle(Loss(), batches[:counted])
+    assert torch.allclose(gradients.sums().float(), expected, rtol=1e-5, atol=1e-6)
+    assert gradients.most == 2  # 9, 4 and then 2
+    assert said == []

@@ -169,6 +169,16 @@ def test_a_decision_is_bounded_by_the_new_limits(limits, expected):
     assert second.controller.decision == expected
 
 
+def test_a_larger_cap_moves_size_and_learning_rate_together():
+    """Size and factor stay in step: the learning rate that the old cap took away comes back with the samples."""
+    first, second = Loop(Doubling(), Limits(8, 16)), Loop(Doubling(), Limits(8, 64, lr_scaling="sqrt"))
+    for _ in range(2):
+        first.step(Observation(0.5, None, 8))
+    assert first.controller.decision == Decision(4.0, 32, 16, 0.5)
+    second.go_on_from(first)
+    assert second.controller.decision == Decision(4.0, 32, 32, 2.0)
+
+
 def test_the_state_of_another_policy_is_refused():
     """The message has both names, and the controller stays where it was."""
     first, second = Loop(Doubling(), Limits(8, 64)), Loop(RadaDamp(), Limits(8, 64))
