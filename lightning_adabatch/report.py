@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 PREFIX = "adabatch/"
+BATCH_SIZE = PREFIX + "batch_size"
 
 #: A size that moved by this share against the last one logged is logged at once.
 _NOTABLE_CHANGE = 0.1

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_adabatch import guards
-from lightning_adabatch.bridge import Bridge, prepare, ranks_of, shards_of
-from lightning_adabatch.checkpoint import FRESH, Snapshot
+from lightning_adabatch.bridge import Bridge, ranks_of, shards_of
+from lightning_adabatch.checkpoint import Snapshot
 from lightning_adabatch.controller import Controller
 from lightning_adabatch.data import TrainData
 from lightning_adabatch.division import Division
@@ -26,13 +22,11 @@ from lightning_adabatch.limits import Decision
 from lightning_adabatch.logbook import Logbook
 from lightning_adabatch.meter import Meter
 from lightning_adabatch.notices import Notices
-from lightning_adabatch.policies import Observation
 from lightning_adabatch.rates import Rates
-from lightning_adabatch.report import PREFIX
+from lightning_adabatch.report import BATCH_SIZE
 from lightning_adabatch.settings import Settings
+from lightning_adabatch.standing import Standing
 from lightning_adabatch.update import Update
-
-_METRIC = PREFIX + "batch_size"
 
 
 class Run:
@@ -68,6 +62,16 @@ class Run:
         self._evaluation = Evaluation(trainer, self._ranks, fraction, self._data.to_evaluate)
         self._division = Division(trainer, settings, self._bridge, self._data, self.update, self._ranks.count)
         self._logbook = Logbook(every, self._division.device_size)
+        self._standing = Standing(
+            self._bridge,
+            self._ranks,
+            self._data,
+            self.update,
+            self._division,
+            self._evaluation,
+            self._rates,
+            self._logbook,
+        )
         self._rates.watch()
 
     def start(self) -> None:
@@ -117,7 +121,7 @@ class Run:
             self._apply(self.controller.start(self._rates.base))
             self._evaluation.forget()
         else:
-            self._go_on(self.controller, restored)
+            self._standing.go_on(self.controller, restored, self._apply)
         self._logbook.begin(self._trainer.loggers)
         self._notices.tail_is_due = self._data.keeps_tails
 
@@ -200,7 +204,7 @@ class Run:
         # Lightning ends a batch that is None without having begun it.
         self.update.end()
         if updated:
-            self._bridge.publish(_METRIC, trained)
+            self._bridge.publish(BATCH_SIZE, trained)
             self._logbook.end_update(controller, used, trained)
             self._notices.small_tail(trained, used.batch_size, controller.limits.initial_batch_size)
 
@@ -208,10 +212,7 @@ class Run:
 
     def resume_from(self, snapshot: Snapshot | None, checkpoint: dict[str, Any]) -> None:
         """Have the run go on from a checkpoint, if the run in it had begun."""
-        self._data.places.restored = snapshot
-        if snapshot is not None:
-            self._data.lowered = snapshot.device_limit
-            prepare(checkpoint, snapshot.place)
+        self._standing.resume_from(snapshot, checkpoint)
 
     def state_dict(self, *, alone: bool) -> dict[str, Any]:
         """Return what another process needs to go on after the last update that was made.
@@ -219,72 +220,11 @@ class Run:
         Args:
             alone: Ask no other rank, and compute nothing that takes all of them.
         """
-        if self.controller is None:
-            return dict(FRESH) if self._data.places.restored is None else self._data.places.restored.state_dict()
-        controller, meter, update = self.controller, self._meter, self.update
-        if self._bridge.resume.batch_processed:
-            update.settle()
-        # Hooks of others may come before ours: what this update will have changed is worked out on copies.
-        settled = self._division.whole and (bool(update.stepped) or self._bridge.resume.batch_processed)
-        updated, trained, used = bool(update.stepped), 0, controller.decision
-        if settled:
-            trained = self._division.trained(update.batch)
-            meter = meter.copy(alone=alone)
-            # A decision that needs the training set evaluated is made now, and known when our hook comes. A rank that
-            # may ask no other cannot: the decision before it stands, and the run that goes on decides at the next.
-            ask = self._evaluation.recall if alone and self._ranks.several else self._evaluation.measure
-            controller = controller.copy(meter.peek, ask)
-            if updated and not update.closed:
-                meter.close(trained, update.stepped, self._division.effective)
-            if not update.counted:
-                controller.end_batch(trained, updated=updated, learning_rate=self._rates.base)
-            if updated and controller.cadence.due(controller.updates):
-                meter.clear()
-        metrics = self._bridge.resume.metrics(alone=alone and self._ranks.several)
-        if settled and updated:
-            metrics[_METRIC] = torch.tensor(float(trained))
-        place, own = self._bridge.resume.state(settled=settled)
-        everybody = [own] if alone else self._ranks.gather(own)
-        snapshot = Snapshot(
-            rule=controller.state_dict(),
-            rows=[list(astuple(row)) for row in meter.peek(alone=alone)],
-            logged=self._logbook.state_after(controller.updates if settled and updated else None, used, trained),
-            place=place,
-            metrics=metrics,
-            ranks=self._ranks.count,
-            own=everybody[:1] if _all_equal(everybody) else everybody,
-            whole=not (alone and self._ranks.several),
-            inside_step=self._bridge.resume.batch_begun and not (settled and self._bridge.resume.batch_processed),
-            device_limit=self._data.lowered,
-        )
-        return snapshot.state_dict()
+        return self._standing.state_dict(self.controller, alone=alone)
 
     def last_state(self) -> dict[str, Any]:
         """Return the state after an exception, asking nobody; empty if what raised would raise again."""
-        try:
-            return self.state_dict(alone=True)
-        except Exception as error:  # noqa: BLE001  # the one that ended the run is what the user is to see
-            rank_zero_warn(
-                f"AdaptiveBatchSize: its state could not be taken ({type(error).__name__}: {error}); a checkpoint that "
-                "is written now cannot be resumed. Use the last one that was written before."
-            )
-            return {}
-
-    def _go_on(self, controller: Controller, restored: Snapshot) -> None:
-        """Stand where the run of the checkpoint stood."""
-        controller.load_state_dict(restored.rule)
-        self._meter.put_back([Observation(*row) for row in restored.rows])
-        self._logbook.go_on(restored.logged)
-        self._apply(controller.decision)
-        end = self._data.places.find(restored)
-        own = restored.of_rank(self._ranks.rank)
-        self._bridge.resume.go_on(dict(restored.place), own, restored.metrics, end)
-        if restored.inside_step:
-            rank_zero_info(
-                f"AdaptiveBatchSize: the checkpoint was written inside a step; training goes on after update "
-                f"{controller.updates}, the last one that was complete."
-            )
-        self._data.places.restored = None
+        return self._standing.last_state(self.controller)
 
     def write_base_learning_rates(self, checkpoint: dict[str, Any]) -> None:
         """Put the learning rates without the factor into a checkpoint."""
@@ -316,8 +256,3 @@ class Run:
     def _apply(self, decision: Decision) -> None:
         self._data.resize(decision.batch_size)
         self._rates.set(decision.lr_factor)
-
-
-def _all_equal(states: Sequence[Any]) -> bool:
-    first, *others = [pickle.dumps(state) for state in states] if len(states) > 1 else [b""]
-    return all(other == first for other in others)

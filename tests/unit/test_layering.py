@@ -46,9 +46,13 @@ LAYERS: dict[str, set[str]] = {
     "update": {"hooks", "meter"},
     "division": {"bridge", "data", "guards", "settings", "update"},
     "rates": {"lr", "policies", "schedulers", "settings"},
+    "standing": {
+        *("bridge", "checkpoint", "controller", "data", "division", "evaluation", "limits", "logbook", "meter"),
+        *("policies", "ranks", "rates", "report", "update"),
+    },
     "run": {
         *("bridge", "checkpoint", "controller", "data", "division", "evaluation", "guards", "limits", "logbook"),
-        *("meter", "notices", "policies", "rates", "report", "settings", "update"),
+        *("meter", "notices", "rates", "report", "settings", "standing", "update"),
     },
     "callback": {"checkpoint", "controller", "guards", "policies", "run", "settings"},
     "__init__": {"callback", "policies"},
