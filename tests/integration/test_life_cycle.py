@@ -105,6 +105,24 @@ def test_everything_is_given_back_outside_of_epochs(hook, tmp_path):
     assert all(group["lr"] == 0.1 for optimizer in trainer.optimizers for group in optimizer.param_groups)
 
 
+def test_an_exception_that_another_callback_answered_with_one(tmp_path):
+    """Lightning then asks no callback behind it: everything is given back when the callback's next fit begins."""
+
+    class Answers(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            raise RuntimeError("another one") from exception
+
+    train, ours = loader(64, 4), adapt(4, 56, 8, max_batch_size=8)
+    first = quiet([Fails(), Answers(), ours], root=tmp_path)
+    with pytest.raises(RuntimeError, match="another one"):
+        first.fit(Recorder(), train)
+    assert "process_dataloader" in vars(first.strategy)
+    module = Recorder()
+    fit(module, train, callbacks=[ours], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 8, 8, 8, 8, 8, 8, 8, 4]
+    assert_untouched(first, train)
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
 def test_combined_loader_is_given_back(fails, tmp_path):
     """A CombinedLoader with one loader works, and holds the user's loader afterwards."""

@@ -291,3 +291,18 @@ def test_batches_that_are_fetched_as_such():
         assert [len(part) for part in batch] == [samples, samples]
     with pytest.raises(TypeError, match=r"__getitems__ returned a tuple for 4 indices.*set num_workers=0"):
         batches_of(Together(), 2, as_it_is)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but not supported on MPS")
+def test_nothing_is_pinned_for_mps(monkeypatch):
+    """As in a DataLoader: for Apple's devices there is no page-locked memory."""
+
+    def pin_memory(self, *args):
+        raise AssertionError("pinned")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    for collate in (None, pad_sequence):
+        loader = DataLoader(torch.arange(10.0)[:, None], 4, pin_memory=True, collate_fn=collate)
+        assert [batch.numel() for batch in ElasticLoader(loader)] == [4, 4, 2]

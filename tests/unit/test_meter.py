@@ -6,9 +6,13 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from gradients import read
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_adabatch.meter import Meter, grad_norm
 from lightning_adabatch.policies import Observation
@@ -365,3 +369,48 @@ def test_optimizer_without_gradients_beside_one_on_a_gpu():
         meter.gradients([], 2)
         meter.close(4, [1, 2])
         assert [scalar.device.type for scalar in meter._scalars] == ["cuda"]
+
+
+@pytest.fixture
+def mesh():
+    """Return a mesh of two by two processes, of which this one is the first and the others do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    finally:
+        dist.destroy_process_group()
+
+
+def strided(dim):
+    """Return how FSDP2 divides what tensor parallelism has divided along the same dimension."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415  # not public
+
+    return _StridedShard(dim, split_factor=2)
+
+
+@pytest.mark.parametrize(
+    ("placements", "parts"),
+    [
+        ([Shard(0), Shard(1)], 4),
+        ([strided(0), Shard(0)], 4),
+        ([Replicate(), Shard(0)], 2),
+        ([Shard(0), Replicate()], 2),
+        ([Replicate(), Replicate()], 1),
+    ],
+    ids=["both", "both along one dimension", "tensors", "data", "neither"],
+)
+def test_shards_weigh_as_many_as_there_are(placements, parts, mesh):
+    """The mean of the squares over all processes is the square of the global norm."""
+    gradient = DTensor.from_local(torch.ones(4, 3), mesh, placements)
+    assert grad_norm([gradient]).item() == pytest.approx(math.sqrt(12 * parts))
+    assert grad_norm([gradient, torch.ones(5)]).item() == pytest.approx(math.sqrt(12 * parts + 5))
+
+
+@pytest.mark.parametrize("placements", [[Replicate(), Replicate()], [Partial(), Partial()]], ids=["whole", "summands"])
+def test_loss_that_is_distributed(placements, mesh):
+    """A loss of torch's loss_parallel is a plain number in its row; the other processes' summands are not there."""
+    meter = Meter(frozenset({"loss"}))
+    meter.open()
+    meter.loss(DTensor.from_local(torch.tensor(2.5), mesh, placements))
+    meter.close(8)
+    assert read(meter)[0].loss == 2.5
