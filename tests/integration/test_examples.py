@@ -194,7 +194,7 @@ def test_python_of_the_readme(tmp_path, monkeypatch):
     exec(short.replace("num_workers=4", "num_workers=0"), names)
     assert model.sizes[0] == 256
     exec(best, names)
-    assert names["rule"].policy == names["adaptive"].policy
+    assert names["adaptive"].policy == names["rule"]
     exec(own, names)
     assert names["Doubling"](every=1.0).damping(None, type("P", (), {"epochs": 2.5})) == 4.0
 
