@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_adabatch.plain import plain
 
-VERSION = 2
+VERSION = 3
 FRESH: dict[str, Any] = {"version": VERSION, "begun": False}  # of a run that has not begun to train
 
 

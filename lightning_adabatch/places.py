@@ -68,7 +68,7 @@ class Places:
             for number, one in enumerate(loaders):
                 one.place_at(None)
                 one.carried = self._carried(one, restored, number)
-                one.own_generators = _of_loader(own, number).get("own_generators", [])
+                one.own_generators = _of_loader(own, number).get("own_generators", {})
 
         return end
 

@@ -99,6 +99,7 @@ class Run:
         self._division.take_hold()
         self.update.manual = not self._trainer.lightning_module.automatic_optimization
         self._rates.take_hold()
+        self._bridge.before_step(self._rates.refresh)  # hooks may have assigned a learning rate after ours
         self.update.watch(self._trainer.optimizers)
 
     def _begin(self, initial: int, training_samples: int | None, epoch_samples: float) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -55,6 +56,17 @@ class Bridge:
     def accumulate(self) -> None:
         """Have updates of several parts, from now on."""
         self.accumulation.install(self._patches)
+
+    def before_step(self, ready: Callable[[], None]) -> None:
+        """Call ``ready`` right before any optimizer steps, after every hook of others and the clipping."""
+        plugin = self._trainer.precision_plugin
+        after_closure = plugin._after_closure
+
+        def ready_after_closure(*args: Any, **kwargs: Any) -> None:
+            after_closure(*args, **kwargs)
+            ready()
+
+        self._patches.put(plugin, "_after_closure", ready_after_closure)
 
     def watch_memory(self, divide: Callable[[int], None] | None, setting: str) -> None:
         """Have updates that do not fit into memory done again in smaller parts, or their error say what to do."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
 from lightning_adabatch import generators
@@ -42,7 +41,7 @@ class BlockSampler(Sampler[list[Any]]):
     """
 
     def __init__(
-        self, sampler: Any, plan: EpochPlan, carried: list[Any], size: SizeInForce, own: list[torch.Generator]
+        self, sampler: Any, plan: EpochPlan, carried: list[Any], size: SizeInForce, own: Mapping[str, generators.Own]
     ) -> None:
         self.plan = plan
         self.unsized = plan.open
@@ -131,10 +130,7 @@ class BlockSampler(Sampler[list[Any]]):
         Leaves the global generators where the sampler left them.
         """
         generators.restore(started["global"])
-        if len(started["own"]) != len(self._own):
-            return False
-        for generator, state in zip(self._own, started["own"], strict=True):
-            generator.set_state(state.cpu())
+        generators.set_states(self._own, started["own"])
         source = self._indices()
         passed = deque(islice(source, self.plan.consumed), maxlen=_WITNESSES)
         if self.plan.consumed == 0:  # what it draws with its first index it had drawn
@@ -150,9 +146,9 @@ class BlockSampler(Sampler[list[Any]]):
                 self._exhaust(int(self.blocks.available) - self.plan.consumed)
         return witnesses is None or [repr(plain(index)) for index in passed] == witnesses
 
-    def own_states(self) -> list[torch.Tensor]:
+    def own_states(self) -> dict[str, Any]:
         """Return the states of the own generators before the sampler began."""
-        return [own.get_state() for own in self._own] if self.started is None else self.started["own"]
+        return generators.states_of(self._own) if self.started is None else self.started["own"]
 
     def _between(self, start: int, stop: int) -> list[Any]:
         return [

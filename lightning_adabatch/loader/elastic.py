@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_adabatch import generators
 from lightning_adabatch.loader.kinds import kind_of
 from lightning_adabatch.loader.passes import Pass
 from lightning_adabatch.loader.plan import EpochPlan, Tail
@@ -343,14 +344,13 @@ class ElasticLoader:
         return Pass(supply, self.kind, self._size, place["base_state"], self._handed_out, self._keeps)
 
     @property
-    def own_generators(self) -> list[torch.Tensor]:
+    def own_generators(self) -> dict[str, Any]:
         """The states of the loader's and the sampler's own generators."""
-        return [one.get_state() for one in self.kind.generators]
+        return generators.states_of(self.kind.generators)
 
     @own_generators.setter
-    def own_generators(self, states: list[torch.Tensor]) -> None:
-        for one, state in zip(self.kind.generators, states, strict=False):
-            one.set_state(state.cpu())
+    def own_generators(self, states: dict[str, Any]) -> None:
+        generators.set_states(self.kind.generators, states)
 
     def _keeps(self, plan: EpochPlan) -> bool:
         return self.keep is not None and self.keep(plan)

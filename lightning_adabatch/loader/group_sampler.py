@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from lightning_adabatch import generators
 from lightning_adabatch.loader.plan import EpochPlan
 from lightning_adabatch.loader.sizes import SizeInForce
@@ -40,7 +38,9 @@ class GroupSampler:
         asked: Called when a ``DataLoader`` asked for a part of a group, or None.
     """
 
-    def __init__(self, batch_sampler: Any, plan: EpochPlan, size: SizeInForce, own: list[torch.Generator]) -> None:
+    def __init__(
+        self, batch_sampler: Any, plan: EpochPlan, size: SizeInForce, own: Mapping[str, generators.Own]
+    ) -> None:
         self.groups: deque[int] = deque()
         self.drawn = 0
         self.in_flight: deque[int] = deque()
@@ -102,7 +102,7 @@ class GroupSampler:
         if self.ended:
             return False
         if self._source is None:
-            self.started = {"global": generators.capture(), "own": [one.get_state() for one in self._own]}
+            self.started = {"global": generators.capture(), "own": generators.states_of(self._own)}
             self._source = iter(self._batch_sampler)
         self._batch_sampler.batch_size = size
         if self.history and self.history[-1][1] == size:
@@ -122,8 +122,7 @@ class GroupSampler:
     def go_past(self, place: Mapping[str, Any]) -> bool:
         """Ask again for the groups that had been asked for, and drop those that were handed out."""
         generators.restore(place["started"]["global"])
-        for own, state in zip(self._own, place["started"]["own"], strict=False):
-            own.set_state(state.cpu())
+        generators.set_states(self._own, place["started"]["own"])
         for count, size in place["history"]:
             for _ in range(count):
                 self.draw(size)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_adabatch import generators
 from lightning_adabatch.loader.assembly import assembler, block_collate, blocks_apart
 from lightning_adabatch.loader.blocks import BlockSampler
 from lightning_adabatch.loader.pieces import BlockStream
@@ -139,8 +140,7 @@ class Indices(Kind):
         blocks = BlockSampler(self.sampler, plan, list(place["carried"]), size, self.generators)
         blocks.blocks.go_on(place["blocks"])
         if place["started"] is None:
-            for own, state in zip(self.generators, place["own"], strict=False):
-                own.set_state(state.cpu())
+            generators.set_states(self.generators, place["own"])
         elif not blocks.replay(place["started"], place["witnesses"], finished=place["finished"]):
             return None
         if plan.over:

@@ -11,14 +11,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_adabatch import generators
 from lightning_adabatch.loader.groups import Groups
 from lightning_adabatch.loader.indices import Indices
 from lightning_adabatch.loader.streams import Stream
-from lightning_adabatch.loader.supply import Kind
+from lightning_adabatch.loader.supply import Kind, own_generators
 
 # Batches by which a batch sampler shows whether it reads its size.
 _PROBED = 4
@@ -64,10 +63,8 @@ def follows_its_size(batch_sampler: Any) -> bool:
     """
     size, before = batch_sampler.batch_size, generators.capture()
     other = size // 2 or _PROBED
-    owners = [batch_sampler, getattr(batch_sampler, "sampler", None)]
-    held = [one for owner in owners for one in getattr(owner, "__dict__", {}).values()]
-    own = [one for one in held if isinstance(one, torch.Generator)]
-    states = [one.get_state() for one in own]
+    own = own_generators([batch_sampler, getattr(batch_sampler, "sampler", None)])
+    states = generators.states_of(own)
     try:
         asked = _apart(batch_sampler)
         batches = iter(asked)
@@ -78,8 +75,7 @@ def follows_its_size(batch_sampler: Any) -> bool:
         return True
     finally:
         generators.restore(before)
-        for one, state in zip(own, states, strict=True):
-            one.set_state(state)
+        generators.set_states(own, states)
     stays = size in {first, *after} and other not in after
     return not (stays and max(after, default=0) > other) and not (size == 1 and after[1:] and max(after) == 1)
 

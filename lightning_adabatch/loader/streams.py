@@ -65,11 +65,11 @@ class StreamSupply(Supply):
         plan: EpochPlan,
         assemble: Assemble,
         size: SizeInForce,
-        own: list[torch.Generator],
+        own: Mapping[str, generators.Own],
         block: int,
         epochs: list[Any],
     ) -> None:
-        self._begun = {"global": generators.capture(), "own": [one.get_state() for one in own]}
+        self._begun = {"global": generators.capture(), "own": generators.states_of(own)}
         self._blocks: Any = owned.batch_sampler
         self._workers = owned.num_workers
         self._size = size
@@ -227,8 +227,7 @@ class Stream(Kind):
             return None
         self.set_epochs(place["epochs"])
         generators.restore(place["started"]["global"])
-        for own, state in zip(self.generators, place["started"]["own"], strict=False):
-            own.set_state(state.cpu())
+        generators.set_states(self.generators, place["started"]["own"])
         supply = self._supply(owned, plan, size, place["history"][0][1])
         return supply if supply.go_past(place) else None
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+from lightning_adabatch import generators
 from lightning_adabatch.loader.assembly import Assemble
 from lightning_adabatch.loader.pieces import BlockStream, Piece
 from lightning_adabatch.loader.plan import EpochPlan
@@ -117,10 +118,9 @@ class Kind(ABC):
         return None
 
     @property
-    def generators(self) -> list[torch.Generator]:
-        """Those of the user's own that passes draw from, each once."""
-        found = [getattr(owner, "generator", None) for owner in self.owners]
-        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    def generators(self) -> dict[str, generators.Own]:
+        """Those of the user's own that passes draw from, each once, by where they are."""
+        return own_generators(self.owners)
 
     @property
     def owners(self) -> list[Any]:
@@ -167,6 +167,36 @@ class Kind(ABC):
 
     def give_back(self) -> None:  # noqa: B027  # most change nothing
         """Undo what was changed of the user's objects."""
+
+
+def own_generators(owners: Sequence[Any]) -> dict[str, generators.Own]:
+    """Return the generators that objects have, and those of the samplers that they are made of, each once."""
+    holders = {str(number): owner for number, owner in enumerate(owners)}
+    for number, owner in enumerate(owners):
+        if isinstance(owner, Sampler):
+            _add_samplers(holders, str(number), owner)
+    found: dict[str, generators.Own] = {}
+    for place, holder in holders.items():
+        for name, one in generators.held_by(holder).items():
+            if not any(one is known for known in found.values()):
+                found[f"{place}.{name}"] = one
+    return found
+
+
+def _add_samplers(holders: dict[str, Any], place: str, sampler: Any) -> None:
+    """Add the samplers that one has as attributes, and theirs.
+
+    Lightning puts the user's sampler over several processes as the data set of a ``DistributedSampler``.
+    """
+    held: dict[str, Any] = dict(getattr(sampler, "__dict__", {}))
+    if isinstance(sampler, DistributedSampler):
+        held.update((f"dataset.{name}", one) for name, one in getattr(sampler.dataset, "__dict__", {}).items())
+    for name, value in held.items():
+        several = value if isinstance(value, (list, tuple)) and value and isinstance(value[0], Sampler) else [value]
+        for number, one in enumerate(several):
+            if isinstance(one, Sampler) and not any(one is known for known in holders.values()):
+                holders[f"{place}.{name}.{number}"] = one
+                _add_samplers(holders, f"{place}.{name}.{number}", one)
 
 
 def known_length(sized: Any) -> int | None:

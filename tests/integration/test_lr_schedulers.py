@@ -201,6 +201,45 @@ def test_manual_steps_with_a_rate_of_their_own(raw, tmp_path):
     assert used == pytest.approx([0.1, 0.05 / 2, 0.1 / 3 / 4, 0.025])
 
 
+class Assigns(pl.Callback):
+    """Assigns a rate in a hook."""
+
+    def assign(self, trainer, *args):
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + trainer.global_step)
+
+
+OF_MODULE = ["on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("where", [*OF_MODULE, "callback behind", "callback before"])
+def test_a_rate_that_is_assigned_right_before_the_step(where, precision, tmp_path):
+    """A warm-up in any hook before the step: what steps has the factor, also where our own hook came before it."""
+    used = []
+
+    class Net(Recorder):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda one, *_: used.append(one.param_groups[0]["lr"]))
+            return optimizer
+
+    class OfCallback(Assigns):
+        on_before_optimizer_step = Assigns.assign
+
+    def assigns(self, *args, **kwargs):
+        Assigns.assign(self, self.trainer)
+        return getattr(super(Net, self), where)(*args, **kwargs)
+
+    ours = adapt(8, 16, 32, 8, max_batch_size=8)
+    if hasattr(Net, where):
+        setattr(Net, where, assigns)
+    callbacks = {"callback behind": [ours, OfCallback()], "callback before": [OfCallback(), ours]}.get(where, [ours])
+    trainer = fit(Net(), loader(32, 8), callbacks=callbacks, epochs=1, root=tmp_path, precision=precision)
+    assert used == pytest.approx([0.1, 0.05 / 2, 0.1 / 3 / 4, 0.025])
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.025
+    assert "_after_closure" not in vars(trainer.precision_plugin)
+
+
 def test_monitor_shows_a_rate_that_was_assigned_after_the_step(tmp_path):
     """The warm-up of Lightning's documentation: the next step's rate has the factor before anybody looks at it."""
     logged, used = {}, []

@@ -7,6 +7,7 @@ import csv
 import io
 import logging
 import os
+import random
 import signal
 import warnings
 from dataclasses import replace
@@ -38,7 +39,7 @@ from resuming import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 
@@ -392,14 +393,59 @@ def test_checkpoint_from_before_training_began(tmp_path):
         assert seen == list(range(SAMPLES))
 
 
+class Shuffles(torch.utils.data.Sampler):
+    """Shuffles by what ``shuffled`` returns, and holds any attributes."""
+
+    def __init__(self, shuffled, **attributes):
+        vars(self).update(attributes)
+        self.shuffled = shuffled
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        return iter(list(self.shuffled(self)))
+
+
+def by_random(sampler):
+    return sampler.rng.sample(range(SAMPLES), SAMPLES)
+
+
+def by_numpy(sampler):
+    return sampler.rng.permutation(SAMPLES).tolist()
+
+
+def by_parts(sampler):
+    return [index for part in sampler.parts for index in part]
+
+
+def in_parts(start: int):
+    """Return two samplers of one half of the samples each, with one generator."""
+    generator = own_generator(start)()
+    halves = range(SAMPLES // 2), range(SAMPLES // 2, SAMPLES)
+    return [SubsetRandomSampler(half, generator=generator) for half in halves]
+
+
+OWN_GENERATORS = {
+    "loader": lambda start: train_loader(generator=own_generator(start)()),
+    "sampler": lambda start: weighted(own_generator(start))(),
+    "any name": lambda start: train_loader(
+        sampler=Shuffles(lambda one: torch.randperm(SAMPLES, generator=one.rng).tolist(), rng=own_generator(start)())
+    ),
+    "random.Random": lambda start: train_loader(sampler=Shuffles(by_random, rng=random.Random(start))),
+    "np.random.Generator": lambda start: train_loader(sampler=Shuffles(by_numpy, rng=np.random.default_rng(start))),
+    "np.random.RandomState": lambda start: train_loader(sampler=Shuffles(by_numpy, rng=np.random.RandomState(start))),
+    "samplers of a sampler": lambda start: train_loader(sampler=Shuffles(by_parts, parts=in_parts(start))),
+}
+
+
 @pytest.mark.parametrize("cut", FEW, ids=str)
-@pytest.mark.parametrize("kind", ["loader", "sampler"])
+@pytest.mark.parametrize("kind", OWN_GENERATORS)
 def test_own_generator_goes_on_where_it_stood(kind, cut, uncut_run, tmp_path):
     """The order of this epoch and of the next ones comes from the checkpoint, wherever the new generator began."""
 
     def setup(start: int) -> Setup:
-        make = own_generator(start)
-        return replace(BASE, train=weighted(make) if kind == "sampler" else lambda: train_loader(generator=make()))
+        return replace(BASE, train=lambda: OWN_GENERATORS[kind](start))
 
     uncut, root = uncut_run(f"own-generator-{kind}", setup(5), FEW)
     assert_goes_on(uncut, resume(setup(6), root / f"{cut}.ckpt", tmp_path), uncut.marks[cut])

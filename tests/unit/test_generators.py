@@ -57,6 +57,28 @@ def through_pickle(state):
     return pickle.loads(pickle.dumps(state))
 
 
+#: Those that are not global, from a seed, and what draws from them.
+OWN = {
+    "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda one: torch.rand(3, generator=one).tolist()),
+    "random": (random.Random, lambda one: [one.gauss(0.0, 1.0), one.random(), one.getrandbits(70)]),
+    "RandomState": (np.random.RandomState, lambda one: [one.randn(), *one.random(2).tolist()]),
+    **{
+        kind: (
+            lambda seed, kind=kind: np.random.Generator(getattr(np.random, kind)(seed)),
+            lambda one: [*one.random(3).tolist(), *one.integers(0, 9, 3, dtype=np.uint32).tolist()],
+        )
+        for kind in ("PCG64", "MT19937", "Philox", "SFC64")
+    },
+}
+
+
+class Holder:
+    """Has one generator under its usual name and others beside it."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
 WAYS = [pytest.param(lambda state: state, id="as it is"), through_a_file, through_pickle]
 
 
@@ -171,3 +193,38 @@ def test_the_generator_of_a_gpu_is_kept():
     drawn = torch.rand(4, device=device)
     generators.restore(state, device)
     assert torch.equal(torch.rand(4, device=device), drawn)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", OWN)
+def test_own_generators_come_back(kind, way):
+    """A generator that is held by an object goes on where another one stood, in the middle of its buffers too."""
+    make, draw_from = OWN[kind]
+    first = generators.held_by(Holder(rng=make(1)))
+    draw_from(first["rng"])
+    state = way(generators.states_of(first))
+    expected = draw_from(first["rng"]) + draw_from(first["rng"])
+    second = generators.held_by(Holder(rng=make(2)))
+    generators.set_states(second, state)
+    assert draw_from(second["rng"]) + draw_from(second["rng"]) == expected
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_state_of_another_kind_is_left_alone(kind):
+    """Nothing raises, and the generator draws what it would have drawn."""
+    make, draw_from = OWN[kind]
+    for other, (make_other, _) in OWN.items():
+        if other != kind:
+            held = generators.held_by(Holder(rng=make(3)))
+            generators.set_states(held, generators.states_of({"rng": make_other(4)}))
+            assert draw_from(held["rng"]) == draw_from(make(3)), other
+
+
+def test_generators_are_known_by_name():
+    """Names that are there take what is theirs, and the others the rest: a sampler may be inside of another one now."""
+    held = generators.held_by(Holder(generator=random.Random(1), b=random.Random(2), c=random.SystemRandom(), d=5))
+    assert list(held) == ["generator", "b"]
+    states = generators.states_of({"b": random.Random(20), "elsewhere": random.Random(10), "gone": random.Random(30)})
+    generators.set_states(held, states)
+    assert held["b"].random() == random.Random(20).random()
+    assert held["generator"].random() == random.Random(10).random()

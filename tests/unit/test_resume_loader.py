@@ -351,17 +351,17 @@ def place_after(batches, loader):
 
 
 class Drifting(Sampler):
-    """Shuffles by a NumPy generator of its own, which nobody can set back."""
+    """Shuffles by a generator that is hidden in a list, which nobody can set back."""
 
     def __init__(self, length, seed):
         self.length = length
-        self.random = np.random.default_rng(seed)
+        self.random = [np.random.default_rng(seed)]
 
     def __len__(self):
         return self.length
 
     def __iter__(self):
-        return iter(self.random.permutation(self.length).tolist())
+        return iter(self.random[0].permutation(self.length).tolist())
 
 
 def elastic(length, sampler=None, **kwargs):
