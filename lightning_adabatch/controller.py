@@ -73,7 +73,8 @@ class Controller:
         self.policy = policy
         self.limits = limits
         self.cadence = cadence
-        self.training_samples = training_samples
+        self._training_samples = training_samples
+        self._before: tuple[int, float] = (0, 0.0)  # samples and epochs when the training set was another one
         self._observe = observe
         self._notify = notify
         self._evaluate = evaluate or _cannot_evaluate
@@ -88,8 +89,19 @@ class Controller:
 
     @property
     def epochs(self) -> float:
-        """Samples processed, divided by the number of training samples; NaN where nobody knows that."""
-        return self.samples / self.training_samples if self.training_samples else math.nan
+        """Samples processed, divided by the number of training samples; NaN where nobody knows that.
+
+        Those of a training set of another length count as a share of that one: it never falls.
+        """
+        samples, epochs = self._before
+        return epochs + (self.samples - samples) / self._training_samples if self._training_samples else math.nan
+
+    def count_by(self, training_samples: int | None) -> None:
+        """Count epochs of a training set of another length from now on; None where nobody knows it."""
+        if training_samples != self._training_samples:
+            if self._training_samples:
+                self._before = (self.samples, self.epochs)
+            self._training_samples = training_samples
 
     def start(self, learning_rate: Callable[[], float]) -> Decision:
         """Decide for the first update; nothing has been observed."""
@@ -128,7 +140,7 @@ class Controller:
     def move_to(self, limits: Limits, training_samples: int | None) -> None:
         """Go on with other data: the decision in force is bounded anew."""
         self.limits = limits
-        self.training_samples = training_samples
+        self.count_by(training_samples)
         self.decision = limits.decide(self.decision.damping) or self.decision
 
     def copy(self, observe: Callable[[], Sequence[Observation]], evaluate: Evaluate | None = None) -> Controller:
@@ -156,6 +168,8 @@ class Controller:
             "samples": self.samples,
             "epochs": None if math.isnan(self.epochs) else self.epochs,  # to be shown before training goes on
             "skipped": self.skipped,
+            "training_samples": self._training_samples,
+            "before": list(self._before),
             "evaluated": self.evaluated,
             "initial_batch_size": self.limits.initial_batch_size,
             "batch_size": self.decision.batch_size,
@@ -165,8 +179,12 @@ class Controller:
             "policy": dump_state(self.policy, self.state),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], padding: int = 0) -> None:
         """Go on where another controller stood; its decision is bounded by the limits of this one.
+
+        Args:
+            state: Of the other one.
+            padding: Training sets whose lengths differ by less are the same, divided in another way.
 
         Raises:
             ValueError: If the state is that of another policy.
@@ -174,6 +192,11 @@ class Controller:
         self.state = load_state(self.policy, state["policy"])
         self.updates, self.samples, self.skipped = state["updates"], state["samples"], state["skipped"]
         self.evaluated = state["evaluated"]
+        self._before = (state["before"][0], state["before"][1])
+        there, here = state["training_samples"], self._training_samples
+        if there and here and abs(there - here) >= max(1, padding):
+            self._training_samples = there
+            self.count_by(here)
         self.latest = None if state["latest"] is None else Observation(*state["latest"])
         self.decision = self.limits.decide(state["damping"], state["batch_size"]) or self.decision
 
@@ -238,7 +261,7 @@ class Controller:
             ) from None
 
     def _why_nan(self, damping: float) -> str:
-        if not math.isnan(damping) or self.training_samples:
+        if not math.isnan(damping) or self._training_samples:
             return ""
         return (
             " Nobody knows the length of the data, so that progress.epochs is nan: set uses_epochs = True in a policy "

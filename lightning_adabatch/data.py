@@ -126,15 +126,16 @@ class TrainData:
     def follow(self, controller: Controller) -> None:
         """Take over what changed since the last epoch: a reload, or a sampler whose length moves."""
         for loader in self._slot.loaders:
-            self._agree(loader)
+            self.places.agree(loader)
         if self._slot.loader is None:
             self.places.fixed_start = 0
-            _, controller.training_samples, _ = self.look()
+            self.look()
+            controller.count_by(self.training_samples)
             return
         training_samples, epoch_samples = self._samples(self._slot.loader)
         if controller.limits.epoch_samples != epoch_samples:
             limits = dataclasses.replace(controller.limits, epoch_samples=epoch_samples)
-            controller.move_to(limits, training_samples=training_samples)
+            controller.move_to(limits, training_samples)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Take a batch in hand."""
@@ -185,7 +186,7 @@ class TrainData:
         )
         if self.lowered is not None:
             elastic.lower(self.lowered)
-        self._agree(elastic)
+        self.places.agree(elastic)
         elastic.shuffle_seed = self.places.shuffle_seed
         ranks = self._ranks.count
         if self.controller is not None:
@@ -225,9 +226,3 @@ class TrainData:
         else:
             return own
         return max(1, initial // self._ranks.count // self._accumulate)
-
-    def _agree(self, elastic: ElasticLoader) -> None:
-        """Have all ranks take the number of samples that the one with the fewest has: a collective."""
-        stated = elastic.kind.hint()  # Lightning itself does not go on where only some ranks have one
-        if self._ranks.count > 1 and stated is not None:
-            elastic.agree(self._ranks.smallest(stated))

@@ -110,6 +110,12 @@ class Places:
                 "state, such as torchdata's StatefulDataLoader."
             )
 
+    def agree(self, loader: ElasticLoader) -> None:
+        """Have all ranks take the number of samples that the one with the fewest has: a collective."""
+        stated = loader.kind.hint()  # Lightning itself does not go on where only some ranks have one
+        if self._ranks.count > 1 and stated is not None:
+            loader.agree(self._ranks.smallest(stated))
+
     def place(self, loader: ElasticLoader, restored: Snapshot, number: int) -> None:
         """Have the next pass begin where a checkpoint says."""
         if number == 0:
@@ -125,8 +131,9 @@ class Places:
         own = _of_loader(restored.of_rank(rank), number)
         # Lightning takes it from the global seed of this process, now and when loaders are reloaded.
         loader.shuffle_seed = self.shuffle_seed = own.get("shuffle_seed")
-        loader.kind.tell_epoch(restored.place["epoch"])
         place = own.get("pass")
+        loader.kind.tell_epoch(restored.place["epoch"], place)
+        self.agree(loader)  # the length of a sampler may depend on its epoch
         if place is not None:
             place = _without_missing(place, loader, own.get("data"))
             if restored.place["last"] and "others" not in restored.of_rank(rank):

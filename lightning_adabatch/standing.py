@@ -70,7 +70,8 @@ class Standing:
 
     def go_on(self, controller: Controller, restored: Snapshot, apply: Callable[[Decision], None]) -> None:
         """Stand where the run of the checkpoint stood; ``apply`` puts its decision in force."""
-        controller.load_state_dict(restored.rule)
+        # A sampler that divides the data may give some samples twice, so that all ranks have as many.
+        controller.load_state_dict(restored.rule, padding=max(restored.ranks, self._ranks.count))
         self._update.meter.put_back([Observation(*row) for row in restored.rows])
         self._logbook.go_on(restored.logged)
         apply(controller.decision)

@@ -109,6 +109,10 @@ class Indices(Kind):
         """Return the length of the sampler; None if it has none."""
         return known_length(self.sampler)
 
+    def epochs_in(self, place: Mapping[str, Any]) -> list[Any]:
+        """Return the epochs that loader and sampler shuffled for where a pass stood."""
+        return [None, place.get("sampler_epoch")]
+
     def batches_left(self, plan: EpochPlan, size: int) -> int | float:
         """Return how many batches, or parts of them, follow if ``size`` stays."""
         return at_least_two(plan, float("inf")) if plan.open else plan.batches_left(size)

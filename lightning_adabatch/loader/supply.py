@@ -132,14 +132,20 @@ class Kind(ABC):
         """The epochs that the user's objects shuffle for, None where they have none."""
         return [getattr(owner, "epoch", None) for owner in self.owners]
 
+    def epochs_in(self, place: Mapping[str, Any]) -> list[Any]:
+        """Return the epochs that the user's objects shuffled for where a pass stood, None where that is not known."""
+        return list(place.get("epochs", []))
+
     def set_epochs(self, epochs: list[Any]) -> None:
         """Have the user's objects shuffle for the epochs of another process: a hook that told them is not called."""
         for owner, epoch in zip(self.owners, epochs, strict=False):
             if epoch is not None and hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
-    def tell_epoch(self, epoch: int) -> None:
-        """Have those of the user's objects shuffle for an epoch that keep it to themselves."""
+    def tell_epoch(self, epoch: int, place: Mapping[str, Any] | None) -> None:
+        """Have the user's objects shuffle for an epoch: those that keep it to themselves, and where a pass stood."""
+        if place is not None:
+            self.set_epochs(self.epochs_in(place))
         for owner in self.owners:
             if hasattr(owner, "set_epoch") and not hasattr(owner, "epoch"):
                 owner.set_epoch(epoch)

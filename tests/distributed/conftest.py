@@ -23,7 +23,7 @@ READ = (
     *("stated_epochs", "stated_cap", "stated_points"),
     *(f"policy_{name}" for name in SETTINGS),
     *("variance", "variance_lr", "variance_own_sizes", "evaluated", "evaluated_together"),
-    *("resume", "resume_sharded", "from_one", "save_two"),
+    *("resume", "resume_weighted", "resume_sharded", "from_one", "save_two"),
 )
 
 

@@ -29,7 +29,14 @@ from models import Indexed, Measuring, Recorder, Watch, adapt, loader, quiet
 from settings_of_policies import SETTINGS
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torchmetrics import MeanMetric
 
 from lightning_adabatch import AdaptiveBatchSize, ExponentialDamp, GeoDamp, Policy, RadaDamp, Schedule
@@ -277,13 +284,19 @@ def same(out: Path, **kwargs: Any) -> dict[str, Any]:
     return train(Recorder(lr=0.5), loader(64, 4), rada(**kwargs), root=out)
 
 
-def resumed(out: Path, make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def resumed(out: Path, make: Callable[..., dict[str, Any]], batches: int = 5) -> dict[str, Any]:
     """Return an uncut run and one that goes on from its checkpoint, with other seeds and objects."""
     path = out / "mid.ckpt"
     torch.manual_seed(1)
-    whole = make(extra=[SaveOnce(path, 5)])
+    whole = make(extra=[SaveOnce(path, batches)])
     torch.manual_seed(2)
     return {"whole": whole, "rest": make(ckpt=path)}
+
+
+def weighted(out: Path, **kwargs: Any) -> dict[str, Any]:
+    """Lightning puts the sampler, with a generator of its own, into a distributed one."""
+    sampler = WeightedRandomSampler(torch.linspace(1, 2, 53), 53, generator=torch.Generator().manual_seed(1))
+    return train(Recorder(), loader(53, 4, sampler=sampler), rada(), root=out, epochs=3, **kwargs)
 
 
 def sharded(out: Path, **kwargs: Any) -> dict[str, Any]:
@@ -469,6 +482,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
             Dropping(), loader(53, 4, shuffle=True, num_workers=1), rada(tail="carry"), root=out, epochs=3, **kw
         ),
     ),
+    "resume_weighted": lambda out: resumed(out / "weighted", lambda **kw: weighted(out, **kw), batches=9),
     "resume_sharded": lambda out: resumed(out / "fsdp2", lambda **kw: sharded(out, **kw)),
     **{
         f"policy_{name}": lambda out, policy=policy: train(

@@ -373,16 +373,17 @@ def test_loss_that_is_not_a_number_on_one_rank(both):
     assert len(set(first["decisions"])) > 1
 
 
-@pytest.mark.parametrize("name", ["resume", "resume_carry"])
-def test_resume(name, both):
+@pytest.mark.parametrize(("name", "cut"), [("resume", 5), ("resume_carry", 5), ("resume_weighted", 9)])
+def test_resume(name, cut, both):
     """Every rank goes on in mid-epoch with its own samples and its own generators: bitwise the run not cut."""
     for result in both(name):
         whole, rest = result["whole"], result["rest"]
         assert rest["warnings"] == []
-        assert rest["batches"] == whole["batches"][5:]
+        assert rest["batches"] == whole["batches"][cut:]
         for same in ("counts", "weights", "sampler"):
             assert rest[same] == whole[same]
-        assert rest["decisions"] == whole["decisions"][5:]
+        assert rest["decisions"] == whole["decisions"][cut:]
+        assert rest["batches"][0]["epoch"] == cut // 8
     first, second = both(name)
     assert first["whole"]["weights"] == second["whole"]["weights"]
 

@@ -35,7 +35,7 @@ def test_validation_loaders_that_are_made_late(tmp_path):
 
 
 def test_reload_with_other_data(tmp_path):
-    """A reload may bring more or fewer samples: no batch is larger than its epoch, and epochs counts by them."""
+    """A reload may bring more or fewer samples: no batch is larger than its epoch, and each is one epoch."""
     lengths = [64, 16, 100]
 
     class Net(Recorder):
@@ -46,7 +46,7 @@ def test_reload_with_other_data(tmp_path):
     fit(module, None, callbacks=[ours], epochs=3, reload_dataloaders_every_n_epochs=1, root=tmp_path)
     assert [module.sizes_in(epoch) for epoch in range(3)] == [[4, 32, 28], [16], [32, 32, 32, 4]]
     assert ours.samples == 64 + 16 + 100
-    assert ours.epochs == 180 / 100
+    assert ours.epochs == 3.0
 
 
 def test_size_is_kept_over_a_reload(tmp_path):
@@ -66,6 +66,28 @@ def test_size_is_kept_over_a_reload(tmp_path):
     assert [module.sizes_in(epoch)[0] for epoch in range(3)] == [4, 16, 16]
     assert len(asked) == 3
     assert len(module.validations) == 3
+
+
+@pytest.mark.parametrize("lengths", [(40, 80, 120), (120, 60, 20)], ids=["grows", "shrinks"])
+def test_epochs_of_reloaded_data_of_other_lengths(lengths, tmp_path):
+    """A curriculum: epochs are whole numbers at each epoch's end, and a rule in epochs moves there."""
+
+    class Curriculum(Recorder):
+        def train_dataloader(self):
+            return loader(lengths[self.trainer.current_epoch], 5)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            counted.append((self.trainer.current_epoch, ours.epochs))
+
+    counted: list = []
+    module, ours = Curriculum(), AdaptiveBatchSize(GeoDamp(2, 1), max_batch_size=64)
+    fit(module, None, callbacks=[ours], epochs=3, reload_dataloaders_every_n_epochs=1, root=tmp_path)
+    assert [epoch for epoch, _ in counted] == [int(epochs) for _, epochs in counted]
+    assert [epochs for _, epochs in counted] == sorted(epochs for _, epochs in counted)
+    assert ours.epochs == 3.0
+    for epoch, size in enumerate((5, 10, 20)):
+        found = [len(batch.indices) for batch in module.batches if batch.epoch == epoch]
+        assert set(found) == {size}
 
 
 def test_another_size_of_a_reloaded_loader(tmp_path):

@@ -451,6 +451,39 @@ def test_own_generator_goes_on_where_it_stood(kind, cut, uncut_run, tmp_path):
     assert_goes_on(uncut, resume(setup(6), root / f"{cut}.ckpt", tmp_path), uncut.marks[cut])
 
 
+class Growing(torch.utils.data.Sampler):
+    """Each epoch has more samples."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 16 + 12 * self.epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(40, generator=own_generator(self.epoch)()).tolist()[: len(self)])
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+def test_a_sampler_whose_length_depends_on_the_epoch(tmp_path):
+    """It is told which epoch it goes on in before anybody asks how long that is."""
+
+    def train(ckpt=None, *callbacks):
+        module, ours = Recorder(), adapt(4, 8, 4, 8, 4, 8)
+        trainer = quiet([ours, *callbacks], epochs=3, enable_checkpointing=bool(callbacks), root=tmp_path)
+        trainer.fit(module, loader(40, 4, sampler=Growing()), ckpt_path=ckpt)
+        return module.batches, ours.epochs
+
+    uncut, epochs = train(None, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1))
+    assert [len(batch.indices) for batch in uncut] == [4, 8, 4, *(8, 4, 8, 8), *(8, 8, 8, 8, 8)]
+    assert epochs == 3.0
+    for step in range(1, len(uncut)):
+        assert train(tmp_path / f"step={step}.ckpt") == (uncut[step:], epochs)
+
+
 def test_adapt_lr_resumes_at_the_end_of_an_epoch(tmp_path):
     """With adapt="lr" a checkpoint from the end of an epoch resumes bitwise."""
     setup = Setup(lambda: AdaptiveBatchSize(RadaDamp(rho=0.5), adapt="lr", dwell=3))

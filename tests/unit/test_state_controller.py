@@ -106,6 +106,8 @@ def test_a_state_says_where_the_run_stands():
         "samples": 21,
         "epochs": 0.21,
         "skipped": 2,
+        "training_samples": 100,
+        "before": [0, 0.0],
         "evaluated": 0,
         "initial_batch_size": 8,
         "batch_size": 10,
@@ -113,6 +115,41 @@ def test_a_state_says_where_the_run_stands():
         "damping": 2.0,
         "latest": [0.5, None, 8, None],
     }
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=12), st.data())
+def test_epochs_of_training_sets_of_several_lengths(sets, data):
+    """Each sample counts as a share of the training set that it was drawn from, in a run that is cut too."""
+    cut = data.draw(st.integers(0, len(sets)))
+    loop, expected = Loop(Doubling(), Limits(8, 64), samples=sets[0][0]), 0.0
+    for number, (length, batches) in enumerate(sets):
+        if number == cut:
+            following = Loop(Doubling(), Limits(8, 64), samples=length)
+            following.go_on_from(loop)
+            loop = following
+        loop.controller.count_by(length)
+        for _ in range(batches):
+            loop.step(Observation(0.5, None, 3))
+            expected += 3 / length
+            assert loop.controller.epochs == pytest.approx(expected)
+
+
+def test_epochs_of_data_whose_length_nobody_knows_for_a_while():
+    """They are not a number then, and go on afterwards."""
+    controller = Loop(Doubling(), Limits(8, 64), samples=20).controller
+    for length, expected in ((20, 0.5), (None, math.nan), (40, 1.0)):
+        controller.count_by(length)
+        controller.end_batch(10, updated=False, learning_rate=lambda: 0.1)
+        assert controller.epochs == pytest.approx(expected, nan_ok=True)
+
+
+def test_padding_is_no_other_training_set():
+    """53 samples are 54 on two ranks: half an epoch on those and 26 samples on one rank are one epoch."""
+    two, one = Loop(Doubling(), Limits(8, 64), samples=54), Loop(Doubling(), Limits(8, 64), samples=53)
+    two.step(Observation(0.5, None, 27))
+    one.controller.load_state_dict(two.controller.state_dict(), padding=2)
+    one.step(Observation(0.5, None, 26))
+    assert one.controller.epochs == 1.0
 
 
 def test_everything_that_is_read_comes_back():
