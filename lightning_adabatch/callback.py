@@ -101,13 +101,14 @@ class AdaptiveBatchSize(pl.Callback):
         self._controller: Controller | None = None  # from the start of training on
         self._restored: Snapshot | None = None  # what a checkpoint says, until training starts
         self._ended: dict[str, Any] | None = None  # the state of a run that is over
+        self._before: tuple[Controller | None, dict[str, Any] | None] = (None, None)  # of the one before this one
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the fit behind in a copy: the Trainer belongs to the original."""
         counts = None if self._controller is None else copy.copy(self._controller)
         if counts is not None:
             counts.let_go()
-        return {**self.__dict__, "_run": None, "_controller": counts}
+        return {**self.__dict__, "_run": None, "_controller": counts, "_before": (None, None)}
 
     # What it shows ----------------------------------------------------------------------------------
 
@@ -165,6 +166,7 @@ class AdaptiveBatchSize(pl.Callback):
         if stage == "fit":
             guards.check_trainer(trainer, AdaptiveBatchSize)
             self._give_back()  # a fit whose exception another callback's hook answered with one never reached ours
+            self._before = self._controller, self._ended
             self._controller = self._restored = self._ended = None
             self._run = Run(trainer, self.settings)
 
@@ -265,6 +267,8 @@ class AdaptiveBatchSize(pl.Callback):
             ValueError: For the state of another version.
         """
         self._restored = Snapshot.from_state_dict(state_dict)
+        if self._run is None:  # what was trained since is not what counts: a tuner gives back what its trials changed
+            self._controller = self._ended = None
 
     @override
     def on_save_checkpoint(
@@ -298,6 +302,8 @@ class AdaptiveBatchSize(pl.Callback):
             if self._run is not None:
                 self._run.end()
             self._give_back()
+            if self._controller is None and self._restored is None:  # nothing was trained: a tuner's trials
+                self._controller, self._ended = self._before
 
     def _give_back(self) -> None:
         run, self._run = self._run, None

@@ -173,7 +173,8 @@ def check_length(settings: Settings, samples: int | None) -> None:
             "set max_batch_size, or give the data set a __len__",
         )
     if settings.policy.uses_epochs:
+        batches = "" if settings.adapt == "batch_size" else " and have a DataLoader with a batch_size make its batches"
         raise refuse(
-            f"training data without a length with {settings.policy!r}, which counts in epochs",
-            "count in updates or samples, or give the data set a __len__",
+            f"training data without a length in samples with {settings.policy!r}, which counts in epochs",
+            f"count in updates or samples, or give the data set a __len__{batches}",
         )

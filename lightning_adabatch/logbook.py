@@ -31,8 +31,13 @@ class Logbook:
         self._every = every
         self._gate = Gate(0)
         self._device_size = device_size
+        self._offset = 0  # of the x axis: steps of fits before this one, by the same Trainer
         # Of the last update, if its record was not written: its decision, its samples, and those of one pass on a rank.
         self._unlogged: tuple[Decision, int, int] | None = None
+
+    def follow(self, steps: int) -> None:
+        """Begin where the fits before this one ended on the x axis, after so many steps."""
+        self._offset = steps
 
     def begin(self, loggers: Sequence[Logger]) -> None:
         """Write to these from now on: hooks of others may have put them in after the fit was set up."""
@@ -67,12 +72,13 @@ class Logbook:
         if updates is not None:
             unlogged = None if gate.admits(updates, trained) else (used, trained, self._device_size(trained))
         last = None if unlogged is None else [*astuple(unlogged[0]), unlogged[1]]
-        return {"size": gate.logged_size, "last": last, "device": unlogged and unlogged[2]}
+        return {"size": gate.logged_size, "last": last, "device": unlogged and unlogged[2], "offset": self._offset}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Take over the state of the process before."""
         last = state["last"]
         self._gate.logged_size = state["size"]
+        self._offset = state["offset"]
         self._unlogged = None if last is None else (Decision(*last[:-1]), last[-1], state["device"])
 
     def _write(self, controller: Controller, used: Decision, trained: int, device: int) -> None:
@@ -95,4 +101,4 @@ class Logbook:
             evaluated=controller.evaluated or None,
             skipped=controller.skipped or None,
         )
-        sinks.write(self._loggers, record)
+        sinks.write(self._loggers, record, self._offset + record.updates)

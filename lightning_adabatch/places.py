@@ -86,19 +86,27 @@ class Places:
                 data = _of_loader(own, number).get("data")
                 one.place_at(None if place is None else lost(_without_missing(place, one, data)))
             self._slot.begin_pass_again()
-            lacking = "" if restored.whole or loaders[0].tail != "carry" else ", but for those that other ranks carried"
-            rank_zero_warn(
-                f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again "
-                f"with {loaders[0].order_giver} on {self._ranks.count} rank(s), where there were "
-                f"{restored.ranks}: the epoch begins again, with all of its samples{lacking}. For an exact resume keep "
-                "data, sampler, limit_train_batches, number of ranks and, for an iterable data set, num_workers, or "
-                "use a checkpoint that was written at the end of an epoch."
-            )
+            self._say_lost_place(restored)
         elif any(one.num_workers for one in loaders) and in_epoch(restored.place):
             rank_zero_info(
                 "AdaptiveBatchSize: the epoch goes on exactly where it stood; only what worker processes draw at "
                 "random is drawn anew."
             )
+
+    def _say_lost_place(self, restored: Snapshot) -> None:
+        first, ranks = self._slot.loaders[0], self._ranks.count
+        on_ranks = "" if ranks == restored.ranks else f" on {ranks} rank(s), where there were {restored.ranks}"
+        lacking = "" if restored.whole or first.tail != "carry" else ", but for those that other ranks carried"
+        if first.max_batches is None:
+            follows = f"the epoch begins again, with all of its samples{lacking}"
+        else:  # so many batches are an epoch
+            follows = "the epoch ends after as many batches as it had left, of an order that begins anew"
+        rank_zero_warn(
+            f"AdaptiveBatchSize: the order of the epoch in which the checkpoint was written cannot be made again with "
+            f"{first.order_giver}{on_ranks}: {follows}. For an exact resume keep data, sampler, limit_train_batches, "
+            "number of ranks and, for an iterable data set, num_workers, or use a checkpoint that was written at the "
+            "end of an epoch."
+        )
 
     def _say_lost_place_of_a_fixed_loader(self, restored: Snapshot) -> None:
         if in_epoch(restored.place) and not (restored.place["last"] or self._slot.stateful):

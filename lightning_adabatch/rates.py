@@ -133,9 +133,14 @@ class Rates:
             listed = ", ".join(
                 f"{name} for {'what its function says' if steps == math.inf else steps}" for name, steps in planned
             )
+            once_per_epoch = (
+                "use interval='epoch'"
+                if self._trainer.lightning_module.automatic_optimization
+                else "step it once per epoch"
+            )
             rank_zero_warn(
                 f"AdaptiveBatchSize changes the number of updates, and schedules are planned in them: {listed}. "
                 "trainer.estimated_stepping_batches is the count at the initial batch size: with larger batches the "
                 "run ends before the schedule does; with smaller ones OneCycleLR is held at its final value, and a "
-                "cosine climbs again. For a schedule that keeps its shape use interval='epoch'."
+                f"cosine climbs again. For a schedule that keeps its shape {once_per_epoch}."
             )

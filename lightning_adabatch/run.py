@@ -119,6 +119,7 @@ class Run:
         )
         self._data.controller = self.controller
         if restored is None:
+            self._logbook.follow(self._bridge.steps)
             self._apply(self.controller.start(self._rates.base))
             self._evaluation.forget()
         else:

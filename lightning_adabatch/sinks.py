@@ -20,10 +20,10 @@ _LAYOUT = {
 }
 
 
-def write(loggers: Sequence[Logger], record: Record) -> None:
-    """Write a record to every logger, with the update count for its step."""
+def write(loggers: Sequence[Logger], record: Record, step: int) -> None:
+    """Write a record to every logger, at a place on the x axis."""
     for logger in loggers:
-        logger.log_metrics(record.metrics(), step=record.updates)
+        logger.log_metrics(record.metrics(), step=step)
 
 
 def lay_out(loggers: Sequence[Logger]) -> None:

@@ -47,6 +47,11 @@ class Bridge:
         self._published: int | None = None
         self._metric = torch.tensor(0.0)
 
+    @property
+    def steps(self) -> int:
+        """Steps by which Lightning places its own metrics, over all fits of this Trainer so far."""
+        return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+
     def begin_epoch(self) -> None:
         """Plan an epoch that starts now."""
         self.resume.begin_epoch()

@@ -185,6 +185,27 @@ def test_planned_schedule_with_growth(tmp_path):
     assert len(module.batches) < 32
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_remedy_for_a_planned_schedule(automatic, tmp_path):
+    """Under manual optimization the interval says nothing: there the module steps its schedulers."""
+
+    class Net(Planned):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if automatic:
+                return loss
+            self.manual_backward(loss)
+            return self.optimizers().step()
+
+    remedy = "use interval='epoch'" if automatic else "step it once per epoch"
+    with pytest.warns(UserWarning, match=f"For a schedule that keeps its shape {remedy}"):
+        fit(Net(), loader(64, 4), callbacks=[adapt(4, 4, 16)], max_steps=1, root=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("plan", "said"),
     [

@@ -50,6 +50,24 @@ def test_tensorboard_axis_is_updates(workers, tmp_path):
     assert ours == TAGS
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_second_fit_goes_on_along_the_axis(tmp_path):
+    """With the same Trainer the curve goes on where the first fit ended, as Lightning's own do; a cut one too."""
+    logger = TensorBoardLogger(tmp_path, version="run")
+    save = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=7, save_top_k=-1)
+    ours = adapt(4, 8, 16)
+    flags = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": True, "root": tmp_path}
+    trainer = fit(Recorder(), loader(40, 4), callbacks=[ours, save], epochs=1, **flags)
+    assert ours.updates == 4
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Recorder(), loader(40, 4))
+    assert series(events(logger.log_dir), "updates") == [(k, (k - 1) % 4 + 1) for k in range(1, 9)]
+    again = TensorBoardLogger(tmp_path, version="again")
+    trainer = quiet([adapt(4, 8, 16), save], **{**flags, "logger": again})
+    trainer.fit(Recorder(), loader(40, 4), ckpt_path=tmp_path / "saved" / "step=7.ckpt")
+    assert series(events(again.log_dir), "updates") == [(8, 4)]
+
+
 @pytest.mark.parametrize("adapt_what", ["batch_size", "lr"])
 def test_steps_are_updates_with_accumulation(adapt_what, tmp_path):
     """C26: two epochs, two batches to an update: one increasing axis of updates, and the samples of each."""

@@ -124,9 +124,21 @@ def test_groups_of_another_order(tmp_path):
     """A batch sampler whose order is another in a new process: said, and the epoch begins again."""
     setup = Setup(lambda: adapt(4, 8, 5, max_batch_size=64), lambda: DataLoader(Separable(), batch_sampler=Counts(50)))
     run(setup, tmp_path, [CUT])
-    with pytest.warns(UserWarning, match="cannot be made again with Counts"):
+    with pytest.warns(UserWarning, match="cannot be made again with Counts: the epoch begins again, with all of its"):
         resumed = resume(setup, tmp_path / f"{CUT}.ckpt", tmp_path)
     assert sorted(index for step in resumed.steps if step.epoch == 1 for index in step.indices) == list(range(50))
+
+
+def test_another_order_of_so_many_batches(tmp_path):
+    """With an int limit_train_batches the epoch has the batches that it had left, and that is what is said."""
+    limited = {"trainer": {"limit_train_batches": 5}}
+    setup = Setup(
+        lambda: adapt(4, 8, 5, max_batch_size=64), lambda: DataLoader(Separable(), batch_sampler=Counts(50)), **limited
+    )
+    run(setup, tmp_path, [CUT])
+    with pytest.warns(UserWarning, match="with Counts: the epoch ends after as many batches as it had left, of an"):
+        resumed = resume(setup, tmp_path / f"{CUT}.ckpt", tmp_path)
+    assert len([step for step in resumed.steps if step.epoch == 1]) == 5 - CUT.number - 1
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,7 @@ SETUPS: dict[Any, str] = {
     groups_that_are_carried: "tail='carry' with the batch sampler Grouped, which says itself what becomes of the rest",
     groups_on_two_ranks: "the batch sampler Grouped on 2 ranks: only it knows how many batches of which size",
     stream_that_is_carried: "tail='carry' with the iterable data set Streamed",
-    stream_in_epochs: "training data without a length with GeoDamp(factor=2, delay=1), which counts in epochs.",
+    stream_in_epochs: "training data without a length in samples with GeoDamp(factor=2, delay=1), which counts",
     batches_without_a_size: "the train loader Words: neither it nor its batch, a object, says how many samples",
     variance_by_hand: "which follows the variance of gradients, with manual optimization. What to do: use a policy",
     variance_of_shards: "with FSDPStrategy: no rank sees the gradients of its own samples. What to do: use strategy=",

@@ -56,6 +56,18 @@ def test_trials_leave_no_trace(kind, tmp_path):
     assert ours.updates == trainer.global_step == 10
 
 
+def test_trials_after_a_fit(tmp_path):
+    """What the callback shows of a run is there after trials too, and what it would write into a checkpoint."""
+    module, ours = WithLoaders(), adapt(4, 8, 16, max_batch_size=64)
+    trainer = quiet([ours], epochs=1, root=tmp_path)
+    trainer.fit(module)
+    shown, written = (ours.updates, ours.samples, ours.epochs), ours.state_dict()
+    assert shown == (6, 64, 1.0)
+    tune(trainer, module, "lr")
+    assert (ours.updates, ours.samples, ours.epochs) == shown
+    assert ours.state_dict()["rule"] == written["rule"]
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
     "finder",
