@@ -267,8 +267,6 @@ class AdaptiveBatchSize(pl.Callback):
             ValueError: For the state of another version.
         """
         self._restored = Snapshot.from_state_dict(state_dict)
-        if self._run is None:  # what was trained since is not what counts: a tuner gives back what its trials changed
-            self._controller = self._ended = None
 
     @override
     def on_save_checkpoint(
@@ -294,6 +292,7 @@ class AdaptiveBatchSize(pl.Callback):
                 self._ended = self._run.last_state()
         finally:
             self._give_back()
+            self._show_the_run_before()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -302,8 +301,13 @@ class AdaptiveBatchSize(pl.Callback):
             if self._run is not None:
                 self._run.end()
             self._give_back()
-            if self._controller is None and self._restored is None:  # nothing was trained: a tuner's trials
-                self._controller, self._ended = self._before
+            self._show_the_run_before()
+
+    def _show_the_run_before(self) -> None:
+        """Show what was trained last if this fit trained nothing, as one in which a tuner tries things out."""
+        nothing = self._controller is None or self._controller.samples == 0
+        if nothing and self._restored is None and self._before[0] is not None:
+            self._controller, self._ended = self._before
 
     def _give_back(self) -> None:
         run, self._run = self._run, None

@@ -91,7 +91,7 @@ class Controller:
     def epochs(self) -> float:
         """Samples processed, divided by the number of training samples; NaN where nobody knows that.
 
-        Those of a training set of another length count as a share of that one: it never falls.
+        Those of a training set of another length count as a share of that one, so that it does not fall.
         """
         samples, epochs = self._before
         return epochs + (self.samples - samples) / self._training_samples if self._training_samples else math.nan
@@ -194,8 +194,14 @@ class Controller:
         self.evaluated = state["evaluated"]
         self._before = (state["before"][0], state["before"][1])
         there, here = state["training_samples"], self._training_samples
-        if there and here and abs(there - here) >= max(1, padding):
+        if there and here and there != here:
             self._training_samples = there
+            if abs(there - here) < padding:  # the epoch in hand counts by its own length
+                samples, epochs = self._before
+                whole = math.floor(self.epochs)
+                if whole > epochs:
+                    self._before = (samples + round((whole - epochs) * there), float(whole))
+                self._training_samples = here
             self.count_by(here)
         self.latest = None if state["latest"] is None else Observation(*state["latest"])
         self.decision = self.limits.decide(state["damping"], state["batch_size"]) or self.decision

@@ -129,18 +129,22 @@ class TrainData:
             self.places.agree(loader)
         if self._slot.loader is None:
             self.places.fixed_start = 0
-            self.look()
-            controller.count_by(self.training_samples)
             return
         training_samples, epoch_samples = self._samples(self._slot.loader)
+        controller.count_by(training_samples)
         if controller.limits.epoch_samples != epoch_samples:
             limits = dataclasses.replace(controller.limits, epoch_samples=epoch_samples)
             controller.move_to(limits, training_samples)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Take a batch in hand."""
-        if not self._slot.loaders:
-            self._fixed.begin_batch(batch, batch_idx - self.places.fixed_start)
+        if self._slot.loaders:
+            return
+        place = batch_idx - self.places.fixed_start
+        if place == 0 and self.controller is not None:  # hooks that came after ours may have changed the data
+            self.look()
+            self.controller.count_by(self.training_samples)
+        self._fixed.begin_batch(batch, place)
 
     def trained(self, batch: Any) -> int:
         """Return the samples of the batch in hand, over all ranks."""

@@ -20,14 +20,19 @@ class SampleGradients:
     Args:
         loss: Returns the loss of a batch, or None; its parameters are those that the gradients are of.
         notify: Told once if samples have to be taken one by one, and why.
+        renew: Has buffers and metrics as they were: what a step puts there while many samples are taken at once
+            is of no use outside of that.
 
     Attributes:
         most: The most samples to be added at once; less once so many did not fit into memory.
     """
 
-    def __init__(self, loss: nn.Module, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, loss: nn.Module, notify: Callable[[str], None], renew: Callable[[], None] = lambda: None
+    ) -> None:
         self._loss = loss
         self._notify = notify
+        self._renew = renew
         self._parameters = {name: p for name, p in loss.named_parameters() if p.requires_grad}
         self._places = _places(loss, [dict(loss.named_parameters()), dict(loss.named_buffers())])
         self._at_once = True
@@ -43,11 +48,13 @@ class SampleGradients:
         """Add batches of one sample each: the first ``counted``. Of others it is computed, for ranks that wait."""
         counted = len(batches) if counted is None else min(counted, len(batches))
         try:
-            together = self._at_once and len(batches) > 1 and self._add_all(batches, counted)
+            together = self._together(batches) if self._at_once and len(batches) > 1 else None
         except torch.OutOfMemoryError:
             half = self.most = len(batches) // 2
         else:
-            if not together:
+            if together is not None:
+                self._add_all(together, counted)
+            else:
                 for place, batch in enumerate(batches):
                     self._add_one(batch, counts=place < counted)
             return
@@ -60,16 +67,17 @@ class SampleGradients:
         number = torch.full_like(self._squares, self._samples)
         return torch.cat([torch.stack([number, self._squares]), *(g.flatten() for g in self._gradients.values())])
 
-    def _add_all(self, batches: Sequence[Any], counted: int) -> bool:
+    def _together(self, batches: Sequence[Any]) -> dict[str, Tensor] | None:
+        """Return every sample's gradients, a row each; None where they have to be taken one by one."""
         stacked = _stacked(batches)
         if stacked is None:
             self._say("its samples do not have tensors of the same shapes alone")
-            return False
+            return None
         parameters = {name: p.detach() for name, p in self._parameters.items()}
         # Given as arguments, for a step may write into them.
         buffers = {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
         try:
-            found = vmap(grad(self._loss_of), in_dims=(None, None, 0), randomness="different")(
+            found: dict[str, Tensor] = vmap(grad(self._loss_of), in_dims=(None, None, 0), randomness="different")(
                 parameters, buffers, stacked
             )
         except torch.OutOfMemoryError:
@@ -77,13 +85,17 @@ class SampleGradients:
         except Exception as error:  # noqa: BLE001  # what is wrong with the step itself, one sample shows as well
             self._at_once = False
             self._say(f"torch.func cannot take its training_step ({type(error).__name__})")
-            return False
+            return None
+        finally:
+            self._renew()
+        return found
+
+    def _add_all(self, found: dict[str, Tensor], counted: int) -> None:
         for name, gradients in found.items():
             counts = gradients[:counted]
             self._gradients[name] += counts.sum(0, dtype=self._kind)
             self._squares += torch.linalg.vector_norm(counts, dtype=self._kind).square()
         self._samples += counted
-        return True
 
     def _add_one(self, batch: Any, *, counts: bool) -> None:
         with torch.enable_grad():

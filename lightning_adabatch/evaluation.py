@@ -59,8 +59,8 @@ class Evaluation:
         """
         if names not in self._known:
             try:
-                with aside(self._trainer):
-                    self._known[names] = self._measure(names)
+                with aside(self._trainer) as renew:
+                    self._known[names] = self._measure(names, renew)
             except Exception as error:
                 _explain(error)
                 raise
@@ -74,12 +74,14 @@ class Evaluation:
         """Measure anew when asked again."""
         self._known = {}
 
-    def _measure(self, names: frozenset[str]) -> Mapping[str, float]:
+    def _measure(self, names: frozenset[str], renew: Callable[[], None]) -> Mapping[str, float]:
         found: dict[str, float] = {"evaluated": 0}
-        for name, measure in (("full_loss", self._loss), ("gradient_diversity", self._diversity)):
-            if name in names:
-                found[name], samples = measure()
-                found["evaluated"] += samples
+        if "full_loss" in names:
+            found["full_loss"], samples = self._loss()
+            found["evaluated"] += samples
+        if "gradient_diversity" in names:
+            found["gradient_diversity"], samples = self._diversity(renew)
+            found["evaluated"] += samples
         return found
 
     def _loss(self) -> tuple[float, int]:
@@ -106,12 +108,12 @@ class Evaluation:
         total, counted, evaluated = self._over_ranks(own_sums).tolist()
         return total / counted if counted else math.nan, round(evaluated)
 
-    def _diversity(self) -> tuple[float, int]:
+    def _diversity(self, renew: Callable[[], None]) -> tuple[float, int]:
         """Return the gradient diversity, and the samples that it was measured on."""
         loader, trained, most = self._data()
         own, spare = self._share(loader, most)
         padded = own + [spare] * (-self._ranks.smallest(-len(own)) - len(own))  # as many on every rank here too
-        gradients = SampleGradients(TrainingLoss(self._trainer), self._say)
+        gradients = SampleGradients(TrainingLoss(self._trainer), self._say, renew)
         batches = self._batches(loader, [[index] for index in padded])
         start = 0
         while together := list(islice(batches, min(trained, gradients.most))):

@@ -70,9 +70,13 @@ class FixedData:
             MisconfigurationException: If neither the loader nor the batch tells.
         """
         if self._lengths is not None and self._own.initial_batch_size is not None:
-            size = self._own.initial_batch_size
-            of_ranks = [max(0, min(size, there - place * size)) for there in self._lengths]
-            self._count(of_ranks[self._ranks.rank], sum(of_ranks), sum(map(_inverse, of_ranks)))
+            size, lengths = self._own.initial_batch_size, self._lengths
+            here = max(0, min(size, lengths[self._ranks.rank] - place * size))
+            if len(set(lengths)) == 1:
+                self._count(here, here * len(lengths), _inverse(here) * len(lengths))
+            else:
+                of_ranks = [max(0, min(size, there - place * size)) for there in lengths]
+                self._count(here, sum(of_ranks), sum(map(_inverse, of_ranks)))
             return
         here, ranks = self._own.trained(batch), self._ranks
         if ranks.several:

@@ -122,8 +122,6 @@ class LRFactor:
     def guard(self, scheduler: Any) -> None:
         """Take the factor off whenever this scheduler steps, until :meth:`release`; hold its end where it would raise.
 
-        The learning rates that it shows are those with the factor.
-
         The same for those that it is made of. The scheduler becomes an instance of a subclass of its own class. An
         attribute on the instance would be in its ``state_dict``, which is its ``__dict__``.
         """
@@ -143,11 +141,6 @@ class LRFactor:
             with factor.off():
                 return original.step(self, *args, **kwargs)
 
-        def get_last_lr(self: Any) -> Any:
-            # What users log: as the groups have it. While the factor is off, for schedulers made of others, it is 1.
-            last = original.get_last_lr(self)
-            return last if factor.factor == 1.0 else [lr * factor.factor for lr in last]
-
         def reduce(self: Any, protocol: Any) -> Any:
             # Pickled or copied, with the module that holds it, it is one of the user's class. Pickle itself refuses
             # to make another class than the object's, unless a function does.
@@ -158,7 +151,6 @@ class LRFactor:
 
         names = {
             "step": step,
-            **({"get_last_lr": get_last_lr} if hasattr(original, "get_last_lr") else {}),
             "__reduce_ex__": reduce,
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,

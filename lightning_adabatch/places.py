@@ -27,6 +27,8 @@ class Places:
     Attributes:
         restored: The state of a checkpoint from which the run goes on, until training starts, or None.
         shuffle_seed: Of the run that was cut, or None.
+        divided_anew: Whether the epoch that goes on is another one than that of the checkpoint: begun again, or divided
+            over another number of ranks.
         fixed_start: Which batch of the epoch is the first one of the order, where a loader that is left alone began it
             anew in the middle of one.
     """
@@ -34,6 +36,7 @@ class Places:
     def __init__(self, slot: Slot, epoch: Epoch, ranks: Ranks) -> None:
         self.restored: Snapshot | None = None
         self.shuffle_seed: int | None = None
+        self.divided_anew = False
         self.fixed_start = 0
         self._slot = slot
         self._epoch = epoch
@@ -80,7 +83,9 @@ class Places:
                 self.place(one, restored, number)
             self._slot.begin_pass_again()
         found = not any(one.lost_place for one in loaders) and len(loaders) == 1 + len(own.get("others", []))
-        if self._ranks.smallest(int(found)) == 0:
+        lost_order = self._ranks.smallest(int(found)) == 0
+        self.divided_anew = lost_order or restored.ranks != self._ranks.count
+        if lost_order:
             for number, one in enumerate(loaders):
                 place = _of_loader(own, number).get("pass")
                 data = _of_loader(own, number).get("data")

@@ -178,15 +178,15 @@ class Run:
             self.update.take_first_part(self._trainer.optimizers, *part)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Measure the gradients, and put the factor on a learning rate that was assigned meanwhile."""
+        """Measure the gradients."""
         self._follow_optimizers()
         self.update.take_gradients(optimizer, self._division.scale)
-        self._rates.refresh()
 
     def end_batch(self, batch: Any, batch_idx: int) -> None:
         """Count the batch, decide, apply the decision, and report."""
         controller = self.controller
-        assert controller is not None  # for the type checker: start() came before
+        if controller is None:
+            return  # the first batches are None, and only others say how large one is
         self.update.settle()
         if not self._division.whole:
             self._bridge.end_batch(batch_idx)

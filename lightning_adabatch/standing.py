@@ -76,7 +76,8 @@ class Standing:
         self._logbook.go_on(restored.logged)
         apply(controller.decision)
         end = self._data.places.find(restored)
-        self._resume.go_on(dict(restored.place), restored.of_rank(self._ranks.rank), restored.metrics, end)
+        own, divided_anew = restored.of_rank(self._ranks.rank), self._data.places.divided_anew
+        self._resume.go_on(dict(restored.place), own, restored.metrics, end, divided_anew=divided_anew)
         if restored.inside_step:
             rank_zero_info(
                 f"AdaptiveBatchSize: the checkpoint was written inside a step; training goes on after update "

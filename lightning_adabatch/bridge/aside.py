@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +42,10 @@ class TrainingLoss(nn.Module):
 
 
 @contextmanager
-def aside(trainer: pl.Trainer) -> Iterator[None]:
+def aside(trainer: pl.Trainer) -> Iterator[Callable[[], None]]:
     """Have the module in evaluation mode, and what it logs forgotten; put back what batches change of it.
+
+    Gives a function that puts back its buffers and metrics at once.
 
     Modes are set past ``train()`` and ``eval()``, which modules override to do other things, too.
     """
@@ -55,7 +57,7 @@ def aside(trainer: pl.Trainer) -> Iterator[None]:
             if isinstance(module, pl.LightningModule):
                 patches.put(module, "log", _nothing)
                 patches.put(module, "log_dict", _nothing)
-        yield
+        yield kept.renew
     finally:
         patches.undo()
         for module, mode in modes:

@@ -232,14 +232,19 @@ class Counts:
         more = {"val_setting": self._val_setting, "every_batches": self._every_batches}
         return {"points": marked, "val_check_batch": every, **more}
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Set the counts of an epoch that another process began."""
+    def go_on(self, state: Mapping[str, Any], *, divided_anew: bool) -> None:
+        """Set the counts of an epoch that another process began.
+
+        Args:
+            state: What :meth:`validation_state` returned.
+            divided_anew: The epoch's batches are others than they were, and so are the points between them.
+        """
         loader = self._slot.loader
         if loader is None:
             return
         self._training = True
         self._planned_samples = self._samples
-        if state["val_setting"] != self._val_setting:  # this Trainer validates at other points
+        if divided_anew or state["val_setting"] != self._val_setting:
             self.set(self._epoch.length)
             self._plan_validation(loader, self._epoch.fresh_length)
             if self._points is not None:

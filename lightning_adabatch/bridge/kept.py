@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_adabatch import generators
+from lightning_adabatch.bridge import drawn
 
 
 class Kept:
-    """A copy of the generators, the module's buffers and metrics, and what was logged in the epoch so far.
+    """A copy of the generators, the module's buffers, tensors and metrics, and what was logged in the epoch so far.
 
     Args:
         trainer: The Trainer.
@@ -22,13 +22,18 @@ class Kept:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         modules = list(trainer.lightning_module.modules())
-        self._device = trainer.strategy.root_device
-        self._generators = generators.capture(self._device)
+        self._trainer = trainer
+        self._generators = drawn.capture(trainer)
         self._buffers = [
             (owner._buffers, name, buffer, buffer.detach().clone())
             for owner in modules
             for name, buffer in owner._buffers.items()
             if buffer is not None
+        ]
+        # Tensors that are neither: running averages of the user's own.
+        plain = [module for module in modules if not isinstance(module, Metric)]
+        self._tensors = [
+            (module, {name: (one, one.detach().clone()) for name, one in _tensors(module)}) for module in plain
         ]
         # What self.log sums up over the epoch stands in metrics of Lightning's own.
         self._logged: dict[str, Any] = trainer.fit_loop.epoch_loop._results
@@ -37,16 +42,36 @@ class Kept:
         self._metrics = [(metric, {name: _copy(value) for name, value in vars(metric).items()}) for metric in metrics]
 
     @torch.no_grad()
+    def renew(self) -> None:
+        """Have buffers, tensors and metrics as they were, as often as asked; generators go on."""
+        self._put_back_tensors()
+        for metric, attributes in self._metrics:
+            vars(metric).clear()
+            vars(metric).update({name: _copy(value) for name, value in attributes.items()})
+
+    @torch.no_grad()
     def put_back(self) -> None:
         """Have all of it as it was; once, for the copies are handed over."""
-        generators.restore(self._generators, self._device)
-        for buffers, name, buffer, was in self._buffers:
-            buffers[name] = buffer.copy_(was)
+        drawn.restore(self._trainer, self._generators)
+        self._put_back_tensors()
         for name in set(self._logged) - self._names:
             del self._logged[name]
         for metric, attributes in self._metrics:
             vars(metric).clear()
             vars(metric).update(attributes)
+
+    def _put_back_tensors(self) -> None:
+        for buffers, name, buffer, was in self._buffers:
+            buffers[name] = buffer.copy_(was)
+        for module, kept in self._tensors:
+            for name in [name for name, _ in _tensors(module) if name not in kept]:
+                delattr(module, name)
+            for name, (one, was) in kept.items():
+                setattr(module, name, one if one.requires_grad else one.copy_(was))
+
+
+def _tensors(module: Any) -> list[tuple[str, Tensor]]:
+    return [(name, one) for name, one in vars(module).items() if isinstance(one, Tensor)]
 
 
 def _copy(value: Any) -> Any:

@@ -9,8 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_adabatch import generators
-from lightning_adabatch.bridge import progress
+from lightning_adabatch.bridge import drawn, progress
 from lightning_adabatch.bridge.counts import Counts
 from lightning_adabatch.bridge.epoch import Epoch
 from lightning_adabatch.bridge.patches import Patches
@@ -123,7 +122,13 @@ class Resume:
         return {name: value.detach().cpu().clone() for name, value in values.items() if value.numel() == 1}
 
     def go_on(
-        self, place: dict[str, Any], own: Mapping[str, Any], metrics: Mapping[str, Any], end: Callable[[], None]
+        self,
+        place: dict[str, Any],
+        own: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        end: Callable[[], None],
+        *,
+        divided_anew: bool,
     ) -> None:
         """Go on where another process stood; called in ``on_train_start``.
 
@@ -132,6 +137,7 @@ class Resume:
             own: The same, of this rank.
             metrics: What ``callback_metrics`` held: schedulers and callbacks that follow one ask for it.
             end: Called once the generators are as they were.
+            divided_anew: The epoch's batches are others than they were.
         """
         self._trainer._logger_connector._callback_metrics.update(metrics)
         progress.take_up(self._trainer, place)
@@ -143,13 +149,13 @@ class Resume:
             self.ended = place["batches"]
             self._steps_at_end = place["steps"] - (place["next"] == progress.BATCH)
             self._validated = place["next"] == progress.AFTER_VALIDATION
-            self._counts.go_on(place)
+            self._counts.go_on(place, divided_anew=divided_anew)
             self._stand_in_for_reset(place)
         self._restore_last(own["generators"], end)
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Set the generators alone."""
-        generators.restore(own["generators"], self._trainer.strategy.root_device)
+        drawn.restore(self._trainer, own["generators"])
 
     def _watch_validation(self) -> None:
         """Remember the generators before each validation: a checkpoint written inside of it begins it again."""
@@ -157,7 +163,7 @@ class Resume:
         begin, end = val_loop.run, val_loop._on_evaluation_end
 
         def run() -> Any:
-            self._before_validation = generators.capture(self._trainer.strategy.root_device)
+            self._before_validation = drawn.capture(self._trainer)
             done = begin()
             self._before_validation = None  # not after an exception: its hooks may write a checkpoint
             return done
@@ -180,7 +186,7 @@ class Resume:
             return self._to_restore
         if place["next"] == progress.VALIDATION and self._before_validation is not None:
             return self._before_validation
-        state = generators.capture(self._trainer.strategy.root_device)
+        state = drawn.capture(self._trainer)
         within = place["next"] == progress.BATCH and self._slot.loader is not None and not settled
         if within and self.batch_begun:
             # What the batch that was begun drew is drawn again. Python's and NumPy's generators stay where they
@@ -216,7 +222,7 @@ class Resume:
         def on_train_start() -> None:
             original()
             self._patches.take_off(strategy, "on_train_start")
-            generators.restore(state, strategy.root_device)
+            drawn.restore(self._trainer, state)
             self._to_restore = None
             end()
 

@@ -119,6 +119,10 @@ class GroupSampler:
         self.drawn += len(group)
         return True
 
+    def own_states(self) -> dict[str, Any]:
+        """Return the states of the own generators before the batch sampler began."""
+        return generators.states_of(self._own) if self.started is None else self.started["own"]
+
     def go_past(self, place: Mapping[str, Any]) -> bool:
         """Ask again for the groups that had been asked for, and drop those that were handed out."""
         generators.restore(place["started"]["global"])

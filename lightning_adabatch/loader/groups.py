@@ -132,6 +132,7 @@ class GroupSupply(Supply):
             "order": None,
             "consumed": consumed,
             "started": mark,
+            "own": self._sampler.own_states(),
             "epochs": self._epochs,
             "witnesses": [repr(index) for index in self._sampler.last(consumed)],
             "history": [list(entry) for entry in self._sampler.history] if mark else [],
@@ -216,7 +217,9 @@ class Groups(Kind):
             return None
         self.set_epochs(place["epochs"])
         sampler = GroupSampler(self._batch_sampler, plan, size, self.generators)
-        if place["started"] is not None and not sampler.go_past(place):
+        if place["started"] is None:
+            generators.set_states(self.generators, place["own"])
+        elif not sampler.go_past(place):
             return None
         self._current.blocks = sampler
         return self._supply(sampler, begin_with(owned, place["base_state"]), plan, size)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,11 +198,19 @@ def _add_samplers(holders: dict[str, Any], place: str, sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler):
         held.update((f"dataset.{name}", one) for name, one in getattr(sampler.dataset, "__dict__", {}).items())
     for name, value in held.items():
-        several = value if isinstance(value, (list, tuple)) and value and isinstance(value[0], Sampler) else [value]
-        for number, one in enumerate(several):
+        for number, one in enumerate(_members(value)):
             if isinstance(one, Sampler) and not any(one is known for known in holders.values()):
                 holders[f"{place}.{name}.{number}"] = one
                 _add_samplers(holders, f"{place}.{name}.{number}", one)
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """Return what may be samplers: a value itself, or the members of a container whose first one is."""
+    if isinstance(value, Mapping) and isinstance(next(iter(value.values()), None), Sampler):
+        return value.values()
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Sampler):
+        return value
+    return [value]
 
 
 def known_length(sized: Any) -> int | None:

@@ -373,6 +373,12 @@ def own_sizes(out: Path, policy: Policy, **kwargs: Any) -> dict[str, Any]:
     return {**train(Recorder(lr=0.5), train_loader, ours, root=out, **flags), "logged": memory.rows}
 
 
+def halves(out: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of one process, and validate at half the data."""
+    flags = {"validation": loader(6, 3), "val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    return train(Recorder(), loader(96, 4), adapt(8), ckpt=out / "half.ckpt", root=out, **flags)
+
+
 def on_its_own(out: Path) -> dict[str, Any]:
     """The first process trains on one device, as the others do not, in a process group that is there already."""
     if torch.distributed.get_rank():
@@ -507,6 +513,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
         out, "full_loss", "gradient_diversity", samples=51, kind=Together, epochs=1
     ),
     "evaluated": lambda out: measured(out, "full_loss", "gradient_diversity", samples=51, epochs=1),
+    "halves": halves,
     "from_one": lambda out: mid_epoch(out, "one.ckpt"),
     "save_two": lambda out: train(
         Recorder(),

@@ -399,6 +399,14 @@ def test_one_process_goes_on_as_two(both):
     assert sizes(first)[0] == -(-torch_batch_size(first) // 2)
 
 
+def test_half_of_the_data_on_another_number_of_ranks(both):
+    """The points of the epoch that goes on are those of its new division: after 6 and 12 of 12 batches, 3 ended."""
+    for result in both("halves"):
+        assert result["warnings"] == []
+        assert [len(result["batches"]), result["counts"][3]] == [9 + 12, 2 * 96]
+        assert result["validations"] == [6 - 3, 12 - 3, 18 - 3, 24 - 3]
+
+
 def torch_batch_size(result) -> int:
     """Return the size over all ranks that the single process had decided for its fifth update."""
     return 2 * len(result["batches"][0]["indices"])

@@ -9,7 +9,48 @@ import torch
 from models import Indexed, Recorder, Streamed, Watch, adapt, fit, loader, quiet
 from torch.utils.data import DataLoader
 
-from lightning_adabatch import AdaptiveBatchSize, GradNormDamp, RadaDamp
+from lightning_adabatch import AdaptiveBatchSize, GeoDamp, GradNormDamp, RadaDamp
+
+
+def test_first_batches_that_are_none(tmp_path):
+    """Nobody knows how large a batch is before one comes; what was none is none."""
+
+    class Late:
+        def __iter__(self):
+            yield from (None, None, *Batches())
+
+    module, ours = Recorder(), AdaptiveBatchSize(RadaDamp(), adapt="lr")
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        fit(module, Late(), callbacks=[ours], epochs=1, root=tmp_path)
+    assert module.sizes == [4, 4, 2]
+    assert (ours.batch_size, ours.updates, ours.samples) == (4, 3, 10)
+
+
+@pytest.mark.parametrize("of_module", [True, False])
+def test_a_length_that_a_hook_sets(of_module, tmp_path):
+    """What is trained is counted, also where the hook of the module comes after ours."""
+    lengths = (16, 40, 24)
+
+    class Data(Indexed):
+        used = 40
+
+        def __len__(self):
+            return self.used
+
+    class Sets(pl.Callback):
+        def on_train_epoch_start(self, trainer, *args):
+            trainer.train_dataloader.dataset.used = lengths[trainer.current_epoch]
+
+    class Net(Recorder):
+        def on_train_epoch_start(self):
+            if of_module:
+                Sets.on_train_epoch_start(self, self.trainer)
+
+    module, ours = Net(), AdaptiveBatchSize(GeoDamp(2, 1), adapt="lr")
+    fit(module, DataLoader(Data(40), 8), callbacks=[ours, *([] if of_module else [Sets()])], epochs=3, root=tmp_path)
+    assert ours.samples == sum(module.sizes)
+    assert [sum(module.sizes_in(epoch)) for epoch in range(3)] == list(lengths)
+    assert ours.epochs == 3.0
 
 
 class Batches:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from models import Indexed, Recorder, adapt, fit, loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_adabatch import AdaptiveBatchSize, Constant, NoiseScale, Schedule
 
@@ -141,6 +142,68 @@ def test_rule_and_learning_rate_follow_a_length_that_a_hook_sets(where, tmp_path
     fit(module, DataLoader(Curriculum(64), 16), callbacks=callbacks, epochs=2, root=tmp_path)
     assert module.looked == ((16, 1.0), (16, 1.0), (32, 2.0), (24, 1.5))
     assert ours.epochs == 2.0
+
+
+class InOrder:
+    """A batch sampler that reads its size for each batch."""
+
+    def __init__(self, data):
+        self.data, self.batch_size = data, 8
+
+    def __len__(self):
+        return math.ceil(len(self.data) / self.batch_size)
+
+    def __iter__(self):
+        start = 0
+        while start < len(self.data):
+            stop = min(len(self.data), start + self.batch_size)
+            yield list(range(start, stop))
+            start = stop
+
+
+class Flowing(IterableDataset):
+    """A stream with a stated length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    @property
+    def used(self):
+        return self.data.used
+
+    @used.setter
+    def used(self, used):
+        self.data.used = used
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (lambda data: DataLoader(data, 8), {}),
+        (lambda data: DataLoader(data, batch_sampler=InOrder(data)), {}),
+        (lambda data: DataLoader(Flowing(data), 8), {}),
+        (lambda data: DataLoader(data, 8), {"limit_train_batches": 2, "accumulate_grad_batches": 2}),
+    ],
+    ids=["sampler", "batch sampler", "stream", "so many parts"],
+)
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_epochs_of_a_length_that_a_hook_sets(make, flags, tmp_path):
+    """Each sample counts as a share of the data that there is then, whatever the kind of data."""
+    lengths, counted = (16, 32, 64), []
+
+    class Counts(Recorder):
+        def on_train_epoch_end(self):
+            counted.append(ours.epochs)
+
+    ours = AdaptiveBatchSize(Constant(), max_batch_size=32)
+    fit(Counts(), make(Curriculum(16)), callbacks=[InCallback(lengths), ours], epochs=3, root=tmp_path, **flags)
+    assert counted == ([1.0, 1.5, 1.75] if flags else [1.0, 2.0, 3.0])
 
 
 class Replaced(pl.Callback):

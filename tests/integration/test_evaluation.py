@@ -18,7 +18,8 @@ from lightning.pytorch.loggers import CSVLogger
 from models import Indexed, Measuring, Recorder, Watch, adapt, fit, loader, quiet
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_adabatch import AdaDamp, AdaptiveBatchSize
 from lightning_adabatch.evaluation import Evaluation
@@ -195,11 +196,16 @@ def test_a_frozen_parameter_has_no_gradient(tmp_path):
 
 
 class Drawing(Indexed):
-    """Draws at random, from all global generators, for every sample."""
+    """Draws at random, from all global generators and one of its own, for every sample."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.rng = np.random.default_rng(3)
 
     def __getitem__(self, index):
         x, y, index = super().__getitem__(index)
-        return x + 0.1 * (float(torch.rand(1)) + random.random() + np.random.rand()), y, index  # noqa: NPY002
+        drawn = float(torch.rand(1)) + random.random() + np.random.rand() + self.rng.random()  # noqa: NPY002
+        return x + 0.1 * drawn, y, index
 
 
 class Busy(Recorder):
@@ -210,6 +216,7 @@ class Busy(Recorder):
         self.norm, self.drop, self.frozen = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.BatchNorm1d(4)
         self.mean = MeanMetric()
         self.register_buffer("seen", torch.zeros(()))
+        self.average = torch.zeros(())
         self.draws: list[float] = []
         self.modes: list[Any] = []
 
@@ -217,6 +224,7 @@ class Busy(Recorder):
         self.seen += 1
         loss = super().training_step(batch, batch_idx) + 0.01 * random.random() + 0.01 * torch.rand(())
         self.mean(loss.detach())
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
         self.log("mean", self.mean, on_step=True, on_epoch=True)
         self.log_dict({"one": loss, "two": loss * 2}, on_step=True, on_epoch=True)
         if not self.training:
@@ -257,8 +265,52 @@ def test_nothing_is_left_behind(requires, workers, tmp_path):
     assert plain.draws == measured.draws
     assert plain.modes == measured.modes
     assert plain.batches == measured.batches
+    assert torch.equal(plain.average, measured.average)
     for name, value in plain.state_dict().items():
         assert torch.equal(value, measured.state_dict()[name]), name
+
+
+class Counting(Recorder):
+    """Counts in metrics, and in tensors that are there from the first step on."""
+
+    def __init__(self, metric):
+        super().__init__(lr=0.0)
+        self.metric = metric()
+
+    def training_step(self, batch, batch_idx):
+        x, y, _ = batch
+        self.metric(self.net(x), y)
+        loss = super().training_step(batch, batch_idx)
+        self.total = getattr(self, "total", 0.0) + loss.detach()
+        return loss
+
+
+def accuracy():
+    return MulticlassAccuracy(2)
+
+
+@pytest.mark.parametrize("metric", [accuracy, lambda: MetricCollection([accuracy()]), lambda: MulticlassAUROC(2)])
+@pytest.mark.filterwarnings("ignore:.*one by one", "ignore:No .* samples in targets")
+def test_metrics_of_the_step_beside_gradient_diversity(metric, tmp_path):
+    """What torch.func leaves in them when it cannot take a step is gone before samples are taken one by one."""
+    rows = gradients_of_samples(Recorder(), Indexed(22))
+    expected = (rows.square().sum(1).mean() / rows.mean(0).square().sum()).item()
+    module = Counting(metric)
+    found, _ = measure(DIVERSITY, module, root=tmp_path)
+    assert [one["gradient_diversity"] for one in found] == pytest.approx([expected] * 7, rel=1e-5)
+    plain = Counting(metric)
+    fit(plain, loader(22, 4, shuffle=True), callbacks=[adapt(4)], epochs=1, root=tmp_path)
+    data = Indexed(22)
+    losses = [plain.loss(data.x[batch.indices], data.y[batch.indices]).item() for batch in module.batches]
+    assert module.total.item() == pytest.approx(sum(losses), rel=1e-5)
+
+
+def test_loss_is_summed_in_double_precision(tmp_path):
+    """Of a module in double precision all digits are there."""
+    found, _ = measure(LOSS, Recorder(lr=0.0), loader(22, 4), precision="64-true", root=tmp_path)
+    data = Indexed(22)
+    expected = Recorder().double().loss(data.x.double(), data.y).item()
+    assert found[0]["full_loss"] == pytest.approx(expected, rel=1e-13)
 
 
 # Its cost ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections import Counter
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from models import Recorder, adapt, fit, loader, quiet
 from torch.optim.lr_scheduler import StepLR
@@ -191,6 +192,46 @@ def test_second_fit_with_other_loader_trainer_and_callback(tmp_path):
     assert (ours.updates, ours.samples) == (3, 32)
     fit(third, loader(20, 4), callbacks=[ours], epochs=1, root=tmp_path)
     assert third.sizes == [4, 16]
+
+
+@pytest.mark.parametrize("hook", ["configure_optimizers", "on_train_start"])
+def test_a_second_fit_that_fails_before_it_trains(hook, tmp_path):
+    """What is shown and saved is the run before: its weights are those that are there."""
+
+    class Net(Recorder):
+        fails = False
+
+    def fail(self, *args):
+        if self.fails:
+            raise BoomError(hook)
+        return getattr(super(Net, self), hook)(*args)
+
+    setattr(Net, hook, fail)
+    module, ours = Net(), adapt(4, 8, 16)
+    trainer = fit(module, loader(64, 4), callbacks=[ours], epochs=1, root=tmp_path)
+    shown, state = (ours.updates, ours.samples, ours.batch_size), ours.state_dict()
+    module.fails, trainer.fit_loop.max_epochs = True, 2
+    with pytest.raises(BoomError, match=hook):
+        trainer.fit(module, loader(64, 4))
+    assert (ours.updates, ours.samples, ours.batch_size) == shown
+    assert ours.state_dict() == state
+
+
+def test_weights_of_another_epoch_are_tested(tmp_path):
+    """A checkpoint that is tested brings nothing of its run: what is shown and saved is the fit's."""
+
+    class Net(Recorder):
+        def test_step(self, batch, batch_idx):
+            pass
+
+    ours, save = adapt(4, 8, 16), ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1)
+    trainer = quiet([ours, save], enable_checkpointing=True, root=tmp_path)
+    module = Net()
+    trainer.fit(module, loader(64, 4))
+    shown, state = (ours.updates, ours.samples, ours.epochs, ours.batch_size), ours.state_dict()
+    trainer.test(module, loader(8, 4), ckpt_path=tmp_path / "saved" / "epoch=0.ckpt", verbose=False)
+    assert (ours.updates, ours.samples, ours.epochs, ours.batch_size) == shown
+    assert ours.state_dict()["rule"] == state["rule"]
 
 
 def test_fit_after_an_exception(tmp_path):

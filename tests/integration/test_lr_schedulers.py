@@ -201,28 +201,6 @@ def test_manual_steps_with_a_rate_of_their_own(raw, tmp_path):
     assert used == pytest.approx([0.1, 0.05 / 2, 0.1 / 3 / 4, 0.025])
 
 
-def test_the_rate_that_a_scheduler_shows(tmp_path):
-    """What users log of ``get_last_lr`` is what the groups have, of schedulers in schedulers too."""
-    seen = []
-
-    class Net(Recorder):
-        def training_step(self, batch, batch_idx):
-            if self.training:
-                seen.append((self.lr_schedulers().get_last_lr(), self.optimizers().param_groups[0]["lr"]))
-            return super().training_step(batch, batch_idx)
-
-    def chained(optimizer):
-        parts = [schedules.LinearLR(optimizer, 0.1, 1.0, 3), schedules.ExponentialLR(optimizer, 0.9)]
-        return schedules.SequentialLR(optimizer, parts, [3])
-
-    module, ours = Net(schedule=chained, interval="step"), adapt(*WANTED, max_batch_size=8)
-    trainer = fit(module, loader(64, 8), callbacks=[ours], root=tmp_path)
-    assert [last for last, _ in seen] == [[used] for _, used in seen]
-    assert len({used for _, used in seen}) > 6
-    scheduler = trainer.lr_scheduler_configs[0].scheduler
-    assert scheduler.get_last_lr() == [trainer.optimizers[0].param_groups[0]["lr"]]
-
-
 class Assigns(pl.Callback):
     """Assigns a rate in a hook."""
 

@@ -11,6 +11,7 @@ import random
 import signal
 import warnings
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -39,7 +40,7 @@ from resuming import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler, default_collate
 
 from lightning_adabatch import AdaptiveBatchSize, RadaDamp
 
@@ -435,6 +436,9 @@ OWN_GENERATORS = {
     "random.Random": lambda start: train_loader(sampler=Shuffles(by_random, rng=random.Random(start))),
     "np.random.Generator": lambda start: train_loader(sampler=Shuffles(by_numpy, rng=np.random.default_rng(start))),
     "np.random.RandomState": lambda start: train_loader(sampler=Shuffles(by_numpy, rng=np.random.RandomState(start))),
+    "samplers by name": lambda start: train_loader(
+        sampler=Shuffles(lambda one: chain(*one.named.values()), named=dict(zip("ab", in_parts(start), strict=True)))
+    ),
     "samplers of a sampler": lambda start: train_loader(sampler=Shuffles(by_parts, parts=in_parts(start))),
 }
 
@@ -449,6 +453,85 @@ def test_own_generator_goes_on_where_it_stood(kind, cut, uncut_run, tmp_path):
 
     uncut, root = uncut_run(f"own-generator-{kind}", setup(5), FEW)
     assert_goes_on(uncut, resume(setup(6), root / f"{cut}.ckpt", tmp_path), uncut.marks[cut])
+
+
+class Noisy(Separable):
+    """Adds noise to its samples, from a generator of its own."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.rng = rng
+
+    def __getitem__(self, index):
+        x, *rest = super().__getitem__(index)
+        return x + 0.1 * torch.randn(x.shape, generator=self.rng), *rest
+
+
+class Jitter:
+    """Adds noise to a batch, or to a sample."""
+
+    def __init__(self, start, collate=None):
+        self.rng, self.collate = np.random.default_rng(start), collate
+
+    def __call__(self, given):
+        x, *rest = given if self.collate is None else self.collate(given)
+        return x + 0.1 * torch.tensor(self.rng.standard_normal(x.shape), dtype=x.dtype), *rest
+
+
+class Jittered(torch.utils.data.Dataset):
+    """Puts its samples through a transform."""
+
+    def __init__(self, transform):
+        self.data, self.transform = Separable(), transform
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.transform(self.data[index])
+
+
+class Sampling(Learner):
+    """Draws from a generator of a submodule's own."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.net.rng = own_generator(start)()
+
+    def loss(self, x, y):
+        return super().loss(x + 0.1 * torch.randn(x.shape, generator=self.net.rng), y)
+
+
+def of_a_subset(start):
+    data = Noisy(own_generator(start)())
+    return train_loader(data=torch.utils.data.Subset(data, range(SAMPLES)))
+
+
+def shared(start):
+    data = Noisy(own_generator(start)())
+    return train_loader(data=data, generator=data.rng)
+
+
+NOISE = {
+    "data set": lambda start: {"train": lambda: train_loader(data=Noisy(own_generator(start)()))},
+    "data set of a subset": lambda start: {"train": lambda: of_a_subset(start)},
+    "transform": lambda start: {"train": lambda: train_loader(data=Jittered(Jitter(start)))},
+    "collate_fn": lambda start: {"train": lambda: train_loader(collate_fn=Jitter(start, default_collate))},
+    "collate_fn, workers": lambda start: {
+        "train": lambda: train_loader(collate_fn=Jitter(start, default_collate), num_workers=1)
+    },
+    "module": lambda start: {"module": lambda: Sampling(start)},
+    "shared with the order": lambda start: {"train": lambda: shared(start)},
+}
+
+
+@pytest.mark.parametrize("cut", FEW, ids=str)
+@pytest.mark.parametrize("kind", NOISE)
+def test_generators_that_samples_and_module_hold(kind, cut, uncut_run, tmp_path):
+    """What the process itself draws from goes on where it stood, whoever holds it."""
+    uncut, root = uncut_run(f"noise-{kind}", replace(BASE, **NOISE[kind](5)), FEW)
+    resumed = resume(replace(BASE, **NOISE[kind](6)), root / f"{cut}.ckpt", tmp_path)
+    assert_goes_on(uncut, resumed, uncut.marks[cut])
 
 
 class Growing(torch.utils.data.Sampler):

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -35,6 +38,9 @@ CUTS = [
 FEW = [Cut("train_batch_end", 0, 3), Cut("train_batch_end", 1, -1), Cut("train_epoch_end", 0)]
 
 
+SEEDS = itertools.count()  # every process begins with others
+
+
 class Learnable(Streamed):
     """A stream of samples that can be learned."""
 
@@ -54,6 +60,19 @@ class Shuffled(IterableDataset):
             yield self.data[index]
 
 
+class OwnShuffled(Shuffled):
+    """Draws order and noise from a NumPy generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(next(SEEDS))
+
+    def __iter__(self):
+        for index in self.rng.permutation(len(self.data)).tolist():
+            x, *rest = self.data[index]
+            yield x + 0.1 * self.rng.standard_normal(), *rest
+
+
 class Unsized(Sampler):
     """A random order without a length, drawn from the global generator or from one of its own."""
 
@@ -71,10 +90,24 @@ class Grouped:
         self.batch_size = batch_size
 
     def __iter__(self):
-        order = torch.randperm(50).tolist()
+        order = self.shuffled()
         while order:
             group, order = order[: self.batch_size], order[self.batch_size :]
             yield group
+
+    def shuffled(self):
+        return torch.randperm(50).tolist()
+
+
+class OwnGrouped(Grouped):
+    """The same by a generator of Python's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = random.Random(next(SEEDS))
+
+    def shuffled(self):
+        return self.rng.sample(range(50), 50)
 
 
 def stream(make, workers=0, **kwargs):
@@ -96,6 +129,8 @@ SETUPS = {
     "unsized-sampler-2-workers": Setup(
         scripted(), lambda: DataLoader(Separable(), 4, sampler=Unsized(), num_workers=2)
     ),
+    "own-generator-stream": Setup(scripted(), stream(OwnShuffled)),
+    "own-generator-groups": Setup(scripted(), lambda: DataLoader(Separable(), batch_sampler=OwnGrouped())),
     "groups": Setup(scripted(), lambda: DataLoader(Separable(), batch_sampler=Grouped())),
     "groups-2-workers": Setup(scripted(), lambda: DataLoader(Separable(), batch_sampler=Grouped(), num_workers=2)),
 }

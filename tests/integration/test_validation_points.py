@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from models import Recorder, adapt, fit, loader
+from models import Recorder, adapt, fit, loader, quiet
 
 from lightning_adabatch import AdaptiveBatchSize, Constant
 
@@ -96,6 +96,25 @@ def test_dropped_tail_keeps_the_last_validation(tmp_path):
     fit(module, train, loader(8, 8), callbacks=[callback], epochs=1, val_check_interval=0.5, root=tmp_path)
     assert module.sizes == [4, 4, 10, 10, 10, 10, 10]  # 58 of 64
     assert module.validations == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("interval", "points"), [(0.5, [13, 26]), (0.25, [6, 12, 18, 24]), (1.0, [26])], ids=["half", "quarter", "whole"]
+)
+def test_an_epoch_that_begins_again_is_validated_as_such(interval, points, tmp_path):
+    """Where the order of a checkpoint cannot be made again, the points are those of the epoch that is trained."""
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 5 and not path.exists():
+                trainer.save_checkpoint(path)
+
+    path, flags = tmp_path / "x.ckpt", {"val_check_interval": interval, "num_sanity_val_steps": 0, "root": tmp_path}
+    fit(Recorder(), loader(104, 8, shuffle=True), loader(8, 8), callbacks=[adapt(8), Saves()], epochs=1, **flags)
+    module, trainer = Recorder(), quiet([adapt(8)], epochs=1, **flags)
+    with pytest.warns(UserWarning, match="the epoch begins again, with all of its samples"):
+        trainer.fit(module, loader(208, 8, shuffle=True), loader(8, 8), ckpt_path=path)
+    assert module.validations == points
 
 
 def test_int_interval_larger_than_the_epoch(tmp_path):

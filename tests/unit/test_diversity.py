@@ -118,6 +118,18 @@ class Full(Loss):
         return super().forward(batch)
 
 
+def test_memory_that_is_used_up_by_the_sums(monkeypatch):
+    """Half of them may be there by then: that is no case for another try."""
+
+    def vector_norm(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    gradients = SampleGradients(Loss(), print)
+    monkeypatch.setattr(torch.linalg, "vector_norm", vector_norm)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients.add(samples(4))
+
+
 @pytest.mark.parametrize("counted", [9, 4, 0])
 def test_samples_that_do_not_fit_together_are_taken_in_halves(counted):
     """Nobody is told that torch.func were to blame, and no more are tried at once from then on."""

@@ -152,6 +152,18 @@ def test_padding_is_no_other_training_set():
     assert one.controller.epochs == 1.0
 
 
+@pytest.mark.parametrize(("before", "after"), [(53, 54), (54, 53)])
+def test_padding_moves_no_epoch_that_is_over(before, after):
+    """A whole number of epochs stays one, also where one more sample belongs to each of them now."""
+    first, second = (Loop(Doubling(), Limits(8, 64), samples=samples) for samples in (before, after))
+    for _ in range(2):
+        first.step(Observation(0.5, None, before))
+    second.controller.load_state_dict(first.controller.state_dict(), padding=2)
+    assert second.controller.epochs == 2.0
+    second.step(Observation(0.5, None, after))
+    assert second.controller.epochs == 3.0
+
+
 def test_everything_that_is_read_comes_back():
     """Counts, last observation and policy state of the other controller are this one's."""
     first, second = (Loop(Doubling(), Limits(8, 64)) for _ in range(2))
