@@ -28,6 +28,7 @@ class Snapshot:
         own: What each rank has for itself: its generators and its place in the data. One entry if all are equal.
         whole: Whether ``own`` speaks for all ranks; not in a checkpoint that one of them wrote alone.
         inside_step: Whether a batch had begun that the checkpoint does not know of.
+        fitted: The most samples that went through one forward and backward pass.
         device_limit: What ``max_device_batch_size`` was lowered to when memory was used up; None if it was not.
     """
 
@@ -40,6 +41,7 @@ class Snapshot:
     own: Sequence[Mapping[str, Any]]
     whole: bool
     inside_step: bool
+    fitted: int
     device_limit: int | None
 
     def state_dict(self) -> dict[str, Any]:

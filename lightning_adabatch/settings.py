@@ -48,18 +48,25 @@ class Settings:
         for name, least in (("min_batch_size", 1), ("dwell", 1), ("wait", 0), ("multiple_of", 1)):
             _check_integer(name, getattr(self, name), least)
         if self.max_device_batch_size is not None:
-            _check_integer("max_device_batch_size", self.max_device_batch_size, 1)
+            _check_integer("max_device_batch_size", self.max_device_batch_size, 1, usual=64)
         if isinstance(self.max_batch_size, float) and self.max_batch_size.is_integer():
             # An int that passed through a command line's int | float comes out as a float.
             object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
         if self.max_batch_size is not None and not _is_infinite(self.max_batch_size):
-            _check_integer("max_batch_size", self.max_batch_size, 1, also="math.inf (.inf in YAML), or None")
+            _check_integer(
+                "max_batch_size", self.max_batch_size, 1, usual=1024, also="math.inf (.inf in YAML), or None"
+            )
         _check_choice("adapt", self.adapt, get_args(Adapt))
         _check_choice("lr_scaling", self.lr_scaling, get_args(LRScaling))
         _check_choice("tail", self.tail, (None, *get_args(Tail)))
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}. "
+                "Raise the first or lower the second."
+            )
+        if self.max_batch_size is not None and self.max_batch_size < self.multiple_of:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} is below multiple_of={self.multiple_of}. "
                 "Raise the first or lower the second."
             )
         if self.adapt == "lr":
@@ -134,12 +141,19 @@ class Settings:
                 f"AdaptiveBatchSize: max_batch_size={given} is below {multiple}, the smallest multiple of "
                 f"multiple_of={self.multiple_of}{of_ranks}. Set max_batch_size={round_up(initial, multiple)} or more."
             )
-        if floor > cap or not (floor <= initial <= cap or resumed):
+        here = f" (here {given})" if self.max_batch_size is None else ""
+        bounds = f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size}{here}"
+        if multiple > 1:
+            bounds += f" as multiples of multiple_of={self.multiple_of}{of_ranks}"
+        if floor > cap:
+            raise MisconfigurationException(
+                f"AdaptiveBatchSize: no batch size is within {floor} and {cap}, which are {bounds}. Set a larger "
+                "max_batch_size, or a smaller min_batch_size."
+            )
+        if not (floor <= initial <= cap or resumed):
             raise MisconfigurationException(
                 f"AdaptiveBatchSize: the initial batch size {initial} is not within {floor} and {cap}, which are "
-                f"min_batch_size={self.min_batch_size} and max_batch_size={self.max_batch_size}"
-                f"{f' (here {given})' if self.max_batch_size is None else ''} as multiples of "
-                f"multiple_of={self.multiple_of}{of_ranks}. Change batch_size in the DataLoader, or the bounds."
+                f"{bounds}. Change batch_size in the DataLoader, or the bounds."
             )
         return Limits(initial, cap, floor, multiple, epoch_samples, "batch_size", self.lr_scaling)
 
@@ -182,11 +196,11 @@ def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and value == math.inf
 
 
-def _check_integer(name: str, value: Any, least: int, also: str = "") -> None:
+def _check_integer(name: str, value: Any, least: int, *, usual: int = 1, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
         allowed = f"an integer >= {least}" + (f" and <= {_MOST}" if isinstance(value, int) and value > _MOST else "")
         allowed += f", {also}" if also else ""
-        near = int(value) if isinstance(value, float) and least <= value <= _MOST else max(least, 1)
+        near = int(value) if isinstance(value, float) and least <= value <= _MOST else usual
         raise ValueError(f"{name}={value!r} must be {allowed}. Set for example {name}={near}.")
 
 

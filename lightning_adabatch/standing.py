@@ -53,6 +53,7 @@ class Standing:
         logbook: Logbook,
     ) -> None:
         self._resume = bridge.resume
+        self._memory = bridge.memory
         self._ranks = ranks
         self._data = data
         self._update = update
@@ -66,6 +67,7 @@ class Standing:
         self._data.places.restored = snapshot
         if snapshot is not None:
             self._data.lowered = snapshot.device_limit
+            self._memory.fitted = snapshot.fitted
             prepare(checkpoint, snapshot.place)
 
     def go_on(self, controller: Controller, restored: Snapshot, apply: Callable[[Decision], None]) -> None:
@@ -118,6 +120,7 @@ class Standing:
             own=everybody[:1] if _all_equal(everybody) else everybody,
             whole=not (alone and self._ranks.several),
             inside_step=resume.batch_begun and not (settled and resume.batch_processed),
+            fitted=self._memory.fitted_after(settled=settled),
             device_limit=self._data.lowered,
         )
         return snapshot.state_dict()

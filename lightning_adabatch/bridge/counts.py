@@ -42,6 +42,7 @@ class Counts:
         self._every_batches: int | None = None  # the interval, where the epoch is a number of batches
         self._planned_val_check_batch: Any = None
         self._warned_short = False
+        self._val_check_interval: int | float | None = None
         self._planned_samples: list[int | None] = []
         self._ours: Any = None  # the trainer.val_check_batch that was set here
         self._theirs = False  # somebody has set another one
@@ -90,6 +91,9 @@ class Counts:
     def loaders_made(self) -> None:
         """Take over what Lightning planned with the length at the initial size, and set the true counts."""
         self._planned_val_check_batch = self._trainer.val_check_batch
+        # A number of batches or a share of the epoch; None where time decides: the Trainer lacks it then. Lightning
+        # itself reads it only now.
+        self._val_check_interval = getattr(self._trainer, "val_check_interval", None)
         self._ours, self._theirs = self._trainer.val_check_batch, False
         self._points = None
         for loader in self._slot.loaders:
@@ -274,11 +278,6 @@ class Counts:
     @property
     def _val_setting(self) -> list[Any]:
         return [self._val_check_interval, self._trainer.check_val_every_n_epoch]
-
-    @property
-    def _val_check_interval(self) -> int | float | None:
-        """A number of batches or a share of the epoch; None where time decides: the Trainer lacks it then."""
-        return getattr(self._trainer, "val_check_interval", None)
 
     def _bound_int_interval(self, batches: float) -> None:
         """Validate at the end of an epoch that became shorter than an int ``val_check_interval``.

@@ -85,8 +85,14 @@ class Memory:
         self._updates += 1
         live = self._slot.live
         live.again.forget()
-        self.fitted = max(self.fitted, self._tried or live.plan.part_size)
+        self.fitted = self.fitted_after(settled=True)
         self._kept, self._tried, self._again = None, 0, False
+
+    def fitted_after(self, *, settled: bool) -> int:
+        """Return the most samples that fitted, those of the update in hand among them if it is ``settled``."""
+        if not settled or self._slot.loader is None:
+            return self.fitted
+        return max(self.fitted, self._tried or self._slot.live.plan.part_size)
 
     def _watch_run(self, patches: Patches, optimization: Any) -> None:
         """All of a batch's forward, backward and step happens within ``run``, and hooks that may be repeated."""

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Generic
 
 from typing_extensions import TypeVar
@@ -73,7 +74,7 @@ class Progress:
 def is_finite(value: Any) -> bool:
     """Whether a hyperparameter is a finite number, and not something that only looks like one."""
     try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)  # NumPy's are too
     except OverflowError:  # an integer beyond all floats
         return False
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from lightning_adabatch.policies.base import Progress, is_finite
@@ -17,7 +18,7 @@ SMALLEST_DAMPING = 1e-300
 def check_rho(rho: Any, usual: float) -> None:
     """Refuse a memory outside of [0, 1)."""
     if not (is_finite(rho) and 0.0 <= rho < 1.0):
-        raise ValueError(f"rho={rho!r} must be in [0, 1). Set for example rho={usual}.")
+        raise ValueError(f"rho={rho!r} must be a number in [0, 1). Set for example rho={usual}.")
 
 
 def check_positive(name: str, value: Any, usual: float) -> None:
@@ -30,7 +31,7 @@ def check_optimal_loss(optimal_loss: Any) -> None:
     """Refuse a smallest loss that is not finite."""
     if not is_finite(optimal_loss):
         raise ValueError(
-            f"optimal_loss={optimal_loss!r} must be finite. Set the smallest loss that training could reach."
+            f"optimal_loss={optimal_loss!r} must be a finite number. Set the smallest loss that training could reach."
         )
 
 
@@ -42,14 +43,16 @@ def check_unit(unit: Any) -> None:
 
 def check_warmup(warmup: Any) -> None:
     """Refuse what is not a number of updates from 1 on."""
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+    if isinstance(warmup, bool) or not isinstance(warmup, Integral) or warmup < 1:
         raise ValueError(f"warmup={warmup!r} must be an integer >= 1, a number of updates.")
 
 
 def check_fraction(fraction: Any) -> None:
     """Refuse a share of the training set outside of (0, 1]."""
     if not (is_finite(fraction) and 0.0 < fraction <= 1.0):
-        raise ValueError(f"fraction={fraction!r} must be in (0, 1], a share of the training set. 1 is all of it.")
+        raise ValueError(
+            f"fraction={fraction!r} must be a number in (0, 1], a share of the training set. 1 is all of it."
+        )
 
 
 def count(unit: str, progress: Progress) -> float:

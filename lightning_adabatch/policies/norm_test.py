@@ -74,7 +74,7 @@ class NormTest(Policy[NormTestState]):
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not (is_finite(self.theta) and 0.0 < self.theta < 1.0):
-            raise ValueError(f"theta={self.theta!r} must be in (0, 1). Set for example theta=0.5.")
+            raise ValueError(f"theta={self.theta!r} must be a number in (0, 1). Set for example theta=0.5.")
         check_rho(self.rho, 0.9)
         check_warmup(self.warmup)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 from lightning_adabatch.policies.base import Policy, Progress, is_finite
@@ -107,7 +108,7 @@ class Schedule(Policy[None]):
         for point, size in self.sizes.items():
             if isinstance(point, bool) or not isinstance(point, (int, float)) or not 0 <= point < math.inf:
                 raise ValueError(f"sizes has the point {point!r}; a point must be a finite number of {self.unit} >= 0.")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
                 raise ValueError(
                     f"sizes has the batch size {size!r} at {point!r}; a batch size must be an integer >= 1."
                 )

@@ -10,10 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from launching import RANKS, TORCHRUN, launch
-from models import Indexed, Recorder, adapt, loader, quiet
+from models import Recorder, adapt, loader, quiet
 from ranks import SaveOnce, rada
 from settings_of_policies import SETTINGS
-from torch.utils.data import DistributedSampler
 
 READ = (
     "resume_carry",  # first, for it forks workers: the fewer threads there are by then, the better
@@ -35,11 +34,8 @@ def folder(tmp_path_factory) -> Path:
     pl.seed_everything(1, verbose=False)
     trainer = quiet([rada(), SaveOnce(out / "one.ckpt", 4)], root=out)
     trainer.fit(Recorder(), loader(53, 8, shuffle=True))
-    # The order of one process is known on two if a DistributedSampler gives it.
-    data = Indexed(96)
-    inner = loader(96, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False))
     flags = {"val_check_interval": 0.5, "num_sanity_val_steps": 0, "epochs": 1, "root": out}
-    quiet([adapt(8), SaveOnce(out / "half.ckpt", 3)], **flags).fit(Recorder(), inner, loader(6, 3))
+    quiet([adapt(8), SaveOnce(out / "half.ckpt", 3)], **flags).fit(Recorder(), loader(96, 8), loader(6, 3))
     done = launch(*TORCHRUN, str(RANKS), str(out), *READ, cwd=out)
     assert done.returncode == 0, done.output[-6000:]
     return out

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
@@ -376,7 +377,8 @@ def own_sizes(out: Path, policy: Policy, **kwargs: Any) -> dict[str, Any]:
 def halves(out: Path) -> dict[str, Any]:
     """Go on from a checkpoint of one process, and validate at half the data."""
     flags = {"validation": loader(6, 3), "val_check_interval": 0.5, "num_sanity_val_steps": 0}
-    return train(Recorder(), loader(96, 4), adapt(8), ckpt=out / "half.ckpt", root=out, **flags)
+    order = DistributedSampler(range(96), RANKS, torch.distributed.get_rank(), shuffle=False)
+    return train(Recorder(), loader(96, 4, sampler=order), adapt(8), ckpt=out / "half.ckpt", root=out, **flags)
 
 
 def on_its_own(out: Path) -> dict[str, Any]:
@@ -551,7 +553,7 @@ def main(out: Path, names: list[str]) -> None:
             trainer = quiet([ours, Tells(out)], devices=RANKS, strategy="ddp_spawn", epochs=1, root=out)
             trainer.fit(Recorder(), loader(64, 4))
             continue
-        if not torch.distributed.is_initialized() and name in {"own_data", "on_its_own"}:
+        if not torch.distributed.is_initialized() and name in {"own_data", "on_its_own", "halves"}:
             raise RuntimeError(f"{name} needs the process group of a scenario before it")
         pl.seed_everything(1, verbose=False)
         result = SCENARIOS[name](out)

@@ -190,7 +190,7 @@ BOUNDS = {
     "below the floor": ({"min_batch_size": 8}, "initial batch size 4 is not within 8"),
     "above the cap": ({"max_batch_size": 3}, "max_batch_size=3"),
     "no multiple": ({"multiple_of": 3}, "not a multiple of multiple_of=3"),
-    "cap below a multiple": ({"multiple_of": 4, "max_batch_size": 3}, "max_batch_size=3 is below 4"),
+    "floor above the data": ({"min_batch_size": 9}, "no batch size is within 9 and 8"),
 }
 
 

@@ -230,6 +230,10 @@ def closure_again(root):
     fit(Module(), loader(8, 4), callbacks=[adapt(4, max_device_batch_size=2)], root=root)
 
 
+def cap_below_the_ranks(root):
+    AdaptiveBatchSize(max_batch_size=1).settings.limits(8, 100, 100, ranks=2)
+
+
 def ranks_that_differ(root):
     del root
     loader_guards.check_ranks([{"batch size": [4]}, {"batch size": [6]}])
@@ -395,6 +399,7 @@ SETUPS: dict[Any, str] = {
     scaled_steps_that_nobody_sees: "Wrapped, which did not run Optimizer.__init__, with a gradient scaler: whether it",
     no_learning_rate: "SGD without a learning rate of its own, which past max_batch_size would be lowered. What to do",
     closure_again: "evaluates its closure more than once per step (SAM, LBFGS) together with updates of several micro",
+    cap_below_the_ranks: "max_batch_size=1 is below 2, the smallest multiple of multiple_of=1 * 2 ranks. Set max_",
     ranks_that_differ: "train loaders whose batch size is another one on each rank (4, 6): all ranks make the same",
     groups_that_do_not_follow: "the batch sampler Settled, whose batches stay as they are when its batch_size is set",
     groups_made_ahead: "the batch sampler Ahead, whose batches stay as they are when its batch_size is set",

@@ -236,3 +236,20 @@ def test_an_interval_that_is_assigned_in_mid_run(interval, before, epoch, tmp_pa
         trainer = fit(module, loader(64, 8), loader(8, 8), callbacks=callbacks, **flags)
         runs.append((module.validations, trainer.val_check_batch))
     assert runs[1] == runs[0]
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.5, 4])
+def test_an_interval_that_is_changed_in_mid_run(interval, tmp_path):
+    """``trainer.val_check_interval`` is read when loaders are made, as without the callback."""
+
+    class Assigns(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.val_check_interval = 0.25
+
+    runs = []
+    for ours in ([], [AdaptiveBatchSize(Constant())]):
+        module = Recorder()
+        flags = {"epochs": 3, "val_check_interval": interval, "root": tmp_path}
+        fit(module, loader(64, 8), loader(8, 8), callbacks=[Assigns(), *ours], **flags)
+        runs.append(module.validations)
+    assert runs[1] == runs[0]

@@ -115,14 +115,14 @@ def test_adadamp_asks_for_the_full_loss_at_every_decision():
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, "0.5", None, True])
 def test_adadamp_refuses_an_optimal_loss(loss):
     """The smallest loss is a finite number."""
-    with pytest.raises(ValueError, match=rf"optimal_loss={re.escape(repr(loss))} must be finite\. Set the smallest"):
+    with pytest.raises(ValueError, match=rf"optimal_loss={re.escape(repr(loss))} must be a finite number\. Set the"):
         AdaDamp(optimal_loss=loss)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0, -0.5, 1.01, 2, math.nan, math.inf, "0.5", None, True])
 def test_adadamp_refuses_a_fraction(fraction):
     """A share of the training set is above 0 and at most all of it."""
-    with pytest.raises(ValueError, match=rf"fraction={re.escape(repr(fraction))} must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=rf"fraction={re.escape(repr(fraction))} must be a number in \(0, 1\]"):
         AdaDamp(fraction=fraction)
 
 

@@ -25,6 +25,7 @@ def snapshot(own=({"carried": []},), ranks=1, **changes):
         "metrics": {"loss": torch.tensor(0.5)},
         "whole": True,
         "inside_step": False,
+        "fitted": 12,
         "device_limit": None,
     }
     return Snapshot(**{**known, "own": own, "ranks": ranks, **changes})

@@ -123,5 +123,5 @@ def test_divebatch_refuses_what_is_not_above_zero(value):
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, math.nan, "0.5", None, True])
 def test_divebatch_refuses_a_fraction(fraction):
     """A share of the training set is above 0 and at most all of it."""
-    with pytest.raises(ValueError, match=rf"fraction={re.escape(repr(fraction))} must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=rf"fraction={re.escape(repr(fraction))} must be a number in \(0, 1\]"):
         DiveBatch(fraction=fraction)

@@ -613,7 +613,7 @@ NO_NUMBERS = ["0.5", None, True, [0.5], 1j, pytest.param(10**400, id="10**400")]
 @pytest.mark.parametrize("rho", [1, 1.0, -0.1, 1.5, math.nan, math.inf, *NO_NUMBERS])
 def test_radadamp_refuses_a_rho(rho):
     """A memory outside of [0, 1) has no meaning."""
-    with pytest.raises(ValueError, match=rf"rho={re.escape(repr(rho))} must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=rf"rho={re.escape(repr(rho))} must be a number in \[0, 1\)"):
         RadaDamp(rho=rho)
 
 
@@ -627,7 +627,7 @@ def test_radadamp_refuses_a_weight(weight):
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, *NO_NUMBERS])
 def test_radadamp_refuses_an_optimal_loss(loss):
     """The smallest loss is a finite number."""
-    with pytest.raises(ValueError, match=rf"optimal_loss={re.escape(repr(loss))} must be finite"):
+    with pytest.raises(ValueError, match=rf"optimal_loss={re.escape(repr(loss))} must be a finite number"):
         RadaDamp(optimal_loss=loss)
 
 
@@ -693,5 +693,5 @@ def test_growth_refuses_what_is_no_growth(value):
 @pytest.mark.parametrize("rho", [1, -0.1, math.nan, math.inf, *NO_NUMBERS])
 def test_grad_norm_damp_refuses_a_rho(rho):
     """A memory outside of [0, 1) has no meaning."""
-    with pytest.raises(ValueError, match=rf"rho={re.escape(repr(rho))} must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=rf"rho={re.escape(repr(rho))} must be a number in \[0, 1\)"):
         GradNormDamp(rho=rho)

@@ -54,6 +54,7 @@ def test_integers_of_numpy_are_integers():
 LEAST = {"min_batch_size": 1, "dwell": 1, "wait": 0, "multiple_of": 1, "max_device_batch_size": 1, "max_batch_size": 1}
 
 REFUSED = [
+    ({"multiple_of": 64, "max_batch_size": 32}, "max_batch_size=32 is below multiple_of=64. Raise the first or lower"),
     *(integer(name, value, least) for name, least in LEAST.items() for value in (least - 1, -3, 2.5, "4", True)),
     *(integer(name, None, least) for name, least in LEAST.items() if not name.startswith("max")),
     *(integer(name, math.inf, least) for name, least in LEAST.items() if name != "max_batch_size"),
@@ -181,8 +182,8 @@ def test_bounds_by_hand(arguments, expected):
 )
 def test_bounds_hold_b0_or_are_refused(initial, multiple, least, most, samples):
     """Bounds are multiples with B0 between them; where none are possible, the set-up is refused."""
-    if most is not None and most < least:
-        most = least
+    if most is not None and most < max(least, multiple):
+        most = max(least, multiple)
     highest = max(initial, samples) if most is None else most
     cap = max((n for n in range(0, 257, multiple) if n <= highest), default=0) if highest != math.inf else math.inf
     floor = min(n for n in range(0, 257, multiple) if n >= least)
@@ -190,7 +191,7 @@ def test_bounds_hold_b0_or_are_refused(initial, multiple, least, most, samples):
     if initial % multiple == 0 and floor <= initial <= cap:
         assert bounds(initial, samples, **arguments) == Limits(initial, cap, floor, multiple, samples)
     else:
-        with pytest.raises(MisconfigurationException, match=f"the initial batch size {initial} is not"):
+        with pytest.raises(MisconfigurationException, match=f"initial batch size {initial} is not|no batch size is"):
             bounds(initial, samples, **arguments)
 
 
@@ -211,6 +212,10 @@ def test_bounds_hold_b0_or_are_refused(initial, multiple, least, most, samples):
         (
             {"min_batch_size": 9, "multiple_of": 4},
             "12 and 100, which are min_batch_size=9 and max_batch_size=None (here 100) as multiples of multiple_of=4",
+        ),
+        (
+            {"min_batch_size": 200},
+            "no batch size is within 200 and 100, which are min_batch_size=200 and max_",
         ),
         ({"multiple_of": 8, "max_batch_size": 15, "initial": 16}, "the initial batch size 16 is not within 8 and 8"),
     ],
@@ -241,3 +246,17 @@ def test_a_tensor_is_no_size():
     """What only looks like a number is refused by name."""
     with pytest.raises(ValueError, match="max_batch_size=tensor"):
         AdaptiveBatchSize(max_batch_size=torch.tensor([1, 2]))
+
+
+def test_a_cap_below_the_multiple_is_refused():
+    """It is seen without a loader, and the remedy does not lead to another refusal."""
+    with pytest.raises(ValueError, match=r"max_batch_size=32 is below multiple_of=64\. Raise the first or lower"):
+        AdaptiveBatchSize(max_batch_size=32, multiple_of=64)
+
+
+def test_numbers_of_numpy_in_policies():
+    """What is a number is one for rules too, and what only looks like one is told so."""
+    assert RadaDamp(rho=np.float32(0.5), warmup=np.int64(50)) == RadaDamp(rho=0.5, warmup=50)
+    for rho in ("0.9", True, None):
+        with pytest.raises(ValueError, match=r"must be a number in \[0, 1\)"):
+            RadaDamp(rho=rho)
