@@ -38,16 +38,18 @@ def _held(trainer: pl.Trainer) -> dict[str, generators.Own]:
     combined = trainer.fit_loop._combined_loader
     for number, loader in enumerate([] if combined is None else combined.flattened):
         holders[f"collate.{number}"] = getattr(loader, "collate_fn", None)
-        holders.update(_parts(getattr(loader, "dataset", None), f"data.{number}"))
+        holders.update(_parts(getattr(loader, "dataset", None), f"data.{number}", set()))
     found = [(place, held) for place, holder in holders.items() if (held := generators.held_by(holder))]
     return {f"{place}.{name}": one for place, held in found for name, one in held.items()}
 
 
-def _parts(data: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if data is None or isinstance(data, IterableDataset):
+def _parts(data: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if data is None or isinstance(data, IterableDataset) or id(data) in seen:
         return
+    seen.add(id(data))
     yield place, data
+    attributes = getattr(data, "__dict__", {})  # not what properties make up
     for name in _PARTS:
-        part = getattr(data, name, None)
+        part = attributes.get(name)
         for number, one in enumerate(part if isinstance(part, (list, tuple)) else [part]):
-            yield from _parts(one, f"{place}.{name}.{number}")
+            yield from _parts(one, f"{place}.{name}.{number}", seen)

@@ -30,11 +30,9 @@ class Kept:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        # Tensors that are neither: running averages of the user's own.
-        plain = [module for module in modules if not isinstance(module, Metric)]
-        self._tensors = [
-            (module, {name: (one, one.detach().clone()) for name, one in _tensors(module)}) for module in plain
-        ]
+        # Tensors that are neither, such as running averages of the user's own: which ones, and no copies, for among
+        # them may be a whole data set.
+        self._tensors = [(module, dict(_tensors(module))) for module in modules if not isinstance(module, Metric)]
         # What self.log sums up over the epoch stands in metrics of Lightning's own.
         self._logged: dict[str, Any] = trainer.fit_loop.epoch_loop._results
         self._names = set(self._logged)
@@ -66,8 +64,8 @@ class Kept:
         for module, kept in self._tensors:
             for name in [name for name, _ in _tensors(module) if name not in kept]:
                 delattr(module, name)
-            for name, (one, was) in kept.items():
-                setattr(module, name, one if one.requires_grad else one.copy_(was))
+            for name, one in kept.items():
+                setattr(module, name, one)
 
 
 def _tensors(module: Any) -> list[tuple[str, Tensor]]:

@@ -236,6 +236,8 @@ class Busy(Recorder):
 
     def on_fit_start(self):
         self.frozen.eval()
+        with torch.inference_mode():
+            self.of_validation = torch.ones(3)
 
     def on_train_batch_start(self, batch, batch_idx):
         self.modes.append([module.training for module in self.modules()])

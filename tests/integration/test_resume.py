@@ -479,10 +479,11 @@ class Jitter:
 
 
 class Jittered(torch.utils.data.Dataset):
-    """Puts its samples through a transform."""
+    """Puts its samples through a transform, which knows whose it is."""
 
     def __init__(self, transform):
         self.data, self.transform = Separable(), transform
+        transform.dataset = self
 
     def __len__(self):
         return SAMPLES
